@@ -1,0 +1,224 @@
+"""How the ranks are arranged, and every rule a model must meet to be arranged so.
+
+Standard library only: the planner and the trainer share this file, and the planner never imports torch.
+
+World = dp x tp. Rank = dp_rank * tp + group_rank. Inside the group of tp ranks attention is split by heads and
+the experts by ep (whole experts) x etp (slices of each expert), ep * etp = tp.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """The numbers of a model that a layout depends on. All are counts of the whole model, not of a shard."""
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    intermediate_size: int  # width of the dense feed-forward layers; 0 where there are none
+    max_position_embeddings: int
+    num_hidden_layers: int
+    dense_layers: tuple[int, ...] = ()
+    qk_norm: str = "head"
+    tie_word_embeddings: bool = False
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_hidden_layers - len(self.dense_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """dp groups of tp ranks; in each group ep shares of whole experts, every expert cut into etp slices."""
+
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def etp(self) -> int:
+        return self.tp // self.ep
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp
+
+    def __str__(self) -> str:
+        return f"dp={self.dp} tp={self.tp} ep={self.ep} etp={self.etp}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """What one group works on at once: `num_sequences` (B) blocks of `block_size` (S) positions."""
+
+    num_sequences: int
+    block_size: int
+
+
+def divisors(number: int) -> list[int]:
+    """All positive divisors in ascending order."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def kv_heads_fit(num_key_value_heads: int, tp: int) -> bool:
+    """Each rank gets whole key-value heads, or several ranks share a replicated one."""
+    return num_key_value_heads % tp == 0 or tp % num_key_value_heads == 0
+
+
+def allowed_tp(sizes: ModelSizes) -> list[int]:
+    """Every group size that attention and the dense layers can be split over."""
+    return [
+        tp
+        for tp in divisors(sizes.num_attention_heads)
+        if kv_heads_fit(sizes.num_key_value_heads, tp) and (not sizes.dense_layers or sizes.intermediate_size % tp == 0)
+    ]
+
+
+def allowed_ep(sizes: ModelSizes, tp: int) -> list[int]:
+    """Every number of expert shares a group of tp ranks can hold."""
+    return [
+        ep
+        for ep in divisors(tp)
+        if not sizes.num_moe_layers or (sizes.num_experts % ep == 0 and sizes.moe_intermediate_size % (tp // ep) == 0)
+    ]
+
+
+def largest_layout(
+    sizes: ModelSizes, *, world_size: int, max_tp: int, batch: BatchSizes | None = None
+) -> ParallelLayout:
+    """The widest group that fits, at most `max_tp` ranks, with as many whole experts per rank as fit.
+
+    Always finds one: a group of a single rank satisfies every rule that depends on the group.
+    """
+    for tp in sorted(divisors(world_size), reverse=True):
+        experts = allowed_ep(sizes, tp)
+        tokens_fit = batch is None or batch.num_sequences * batch.block_size % tp == 0
+        if tp <= max_tp and tp in allowed_tp(sizes) and experts and tokens_fit:
+            return ParallelLayout(dp=world_size // tp, tp=tp, ep=max(experts))
+    raise AssertionError(f"a group of one rank must fit, got world_size={world_size} max_tp={max_tp}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRequest:
+    """Everything the rules look at, so that one call can list every rule that is broken."""
+
+    sizes: ModelSizes
+    layout: ParallelLayout
+    world_size: int
+    batch: BatchSizes | None = None
+    strategy: str = "gather_tokens"
+    row_alignment: int = field(default=1)  # elements; 8 for bf16 and 4 for fp32 in torch's grouped product
+
+
+def layout_faults(request: LayoutRequest) -> list[str]:
+    """Every broken rule in words, each with the values given and the nearest legal choice; empty if it fits."""
+    layout = request.layout
+    if layout.tp < 1 or layout.ep < 1 or layout.dp < 1:
+        return list(_count_faults(layout))
+    faults = [*_world_faults(request), *_attention_faults(request), *_expert_faults(request)]
+    return [*faults, *_batch_faults(request), *_alignment_faults(request)]
+
+
+def check_layout(request: LayoutRequest) -> None:
+    """Raise one ValueError that lists every broken rule."""
+    faults = layout_faults(request)
+    if faults:
+        raise ValueError(f"the layout {request.layout} does not fit:\n" + "\n".join(f"  - {f}" for f in faults))
+
+
+def _count_faults(layout: ParallelLayout) -> Iterator[str]:
+    for name in ("dp", "tp", "ep"):
+        value = getattr(layout, name)
+        if value < 1:
+            yield f"{name}={value} must be a whole number of at least 1"
+
+
+def _world_faults(request: LayoutRequest) -> Iterator[str]:
+    layout, world_size = request.layout, request.world_size
+    if world_size % layout.tp:
+        yield (
+            f"world_size={world_size} cannot be cut into groups of tp={layout.tp}; "
+            f"tp must be one of {divisors(world_size)}"
+        )
+    elif layout.world_size != world_size:
+        yield f"dp={layout.dp} x tp={layout.tp} = {layout.world_size} ranks, but world_size={world_size}"
+
+
+def _attention_faults(request: LayoutRequest) -> Iterator[str]:
+    sizes, tp = request.sizes, request.layout.tp
+    if sizes.num_attention_heads % tp:
+        yield (
+            f"num_attention_heads={sizes.num_attention_heads} cannot be split over tp={tp}; "
+            f"tp must be one of {allowed_tp(sizes)}"
+        )
+    if not kv_heads_fit(sizes.num_key_value_heads, tp):
+        yield (
+            f"num_key_value_heads={sizes.num_key_value_heads} can neither be split nor replicated over tp={tp}; "
+            f"tp must be one of {allowed_tp(sizes)}"
+        )
+    if sizes.num_attention_heads % sizes.num_key_value_heads:
+        yield (
+            f"num_attention_heads={sizes.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={sizes.num_key_value_heads}"
+        )
+    if sizes.dense_layers and sizes.intermediate_size % tp:
+        yield (
+            f"intermediate_size={sizes.intermediate_size} of the dense layers cannot be split over tp={tp}; "
+            f"tp must be one of {allowed_tp(sizes)}"
+        )
+
+
+def _expert_faults(request: LayoutRequest) -> Iterator[str]:
+    sizes, layout = request.sizes, request.layout
+    if not sizes.num_moe_layers:
+        return
+    if not 1 <= sizes.num_experts_per_tok <= sizes.num_experts:
+        yield (
+            f"num_experts_per_tok={sizes.num_experts_per_tok} must lie between 1 and num_experts={sizes.num_experts}"
+        )
+    if layout.tp % layout.ep:
+        yield f"ep={layout.ep} does not divide tp={layout.tp}; ep must be one of {allowed_ep(sizes, layout.tp)}"
+    if sizes.num_experts % layout.ep:
+        yield (
+            f"num_experts={sizes.num_experts} cannot be split over ep={layout.ep}; "
+            f"ep must be one of {divisors(sizes.num_experts)}"
+        )
+    if layout.etp and sizes.moe_intermediate_size % layout.etp:
+        yield (
+            f"moe_intermediate_size={sizes.moe_intermediate_size} cannot be cut into etp={layout.etp} slices; "
+            f"ep must be one of {allowed_ep(sizes, layout.tp)} for tp={layout.tp}"
+        )
+
+
+def _batch_faults(request: LayoutRequest) -> Iterator[str]:
+    batch, sizes = request.batch, request.sizes
+    if batch is None:
+        return
+    if batch.block_size > sizes.max_position_embeddings:
+        yield (
+            f"block_size={batch.block_size} is longer than max_position_embeddings={sizes.max_position_embeddings}; "
+            f"choose block_size <= {sizes.max_position_embeddings}"
+        )
+    tokens, tp = batch.num_sequences * batch.block_size, request.layout.tp
+    if tokens % tp:
+        yield (
+            f"{batch.num_sequences} sequences x block_size={batch.block_size} = {tokens} tokens cannot be shared by "
+            f"tp={tp} ranks; the nearest block_size that can is {max(tp, batch.block_size // tp * tp)}"
+        )
+
+
+def _alignment_faults(request: LayoutRequest) -> Iterator[str]:
+    sizes, alignment = request.sizes, request.row_alignment
+    if not sizes.num_moe_layers or not request.layout.etp:
+        return
+    width = sizes.moe_intermediate_size // request.layout.etp
+    for name, value in (("hidden_size", sizes.hidden_size), ("moe_intermediate_size / etp", width)):
+        if value % alignment:
+            yield f"{name}={value} must be a multiple of {alignment} for the grouped product in this precision"

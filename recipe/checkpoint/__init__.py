@@ -1,0 +1,1 @@
+"""Checkpoints: committed atomically, verified before they are loaded, readable by AutoModel."""

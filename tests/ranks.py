@@ -1,0 +1,125 @@
+"""Runs a test function on n ranks of a gloo group, in one pool of processes per world size that lives for the session.
+
+The pool's processes come from a forkserver that has torch, deepspeed and transformers loaded, so the first
+case costs about three seconds and every further one milliseconds. Ranks meet through a file, never a port. Every
+wait has a limit; a failing rank brings its traceback home and ends the pool, and the next case starts a fresh one.
+"""
+
+import atexit
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PRELOAD = ["torch", "torch.distributed", "deepspeed", "transformers", "transformers.models.qwen3_moe", "tests.ranks"]
+
+
+class RankError(Exception):
+    """A rank raised, died or ran out of time; the text holds its traceback."""
+
+
+class _Worker(NamedTuple):
+    process: ForkServerProcess
+    pipe: Connection
+
+
+class _Pool(NamedTuple):
+    workers: list[_Worker]
+    folder: tempfile.TemporaryDirectory[str]
+
+
+_POOLS: dict[int, _Pool] = {}
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0, **kwargs: Any
+) -> list[Any]:
+    """Call `function(rank, world_size, *args, **kwargs)` on every rank and return the results by rank.
+
+    `function` must be importable (a module-level function of a test file). Raises RankError with the first
+    traceback; the other ranks are ended, since they may be waiting in a collective.
+    """
+    pool = _POOLS.get(world_size) or _start(world_size)
+    deadline = time.monotonic() + timeout_s
+    for worker in pool.workers:
+        worker.pipe.send((function, args, kwargs))
+    results: dict[int, Any] = {}
+    waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(pool.workers)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            _end(world_size)
+            raise RankError(f"ranks {sorted(waiting.values())} of {world_size} did not answer in {timeout_s} s")
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, f"the process died with exit code {pool.workers[rank].process.exitcode}"
+            if not ok:
+                _end(world_size)
+                raise RankError(f"rank {rank} of {world_size}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(world_size)]
+
+
+def end_pools() -> None:
+    """Stop every pool; called once at the end of the session."""
+    for world_size in list(_POOLS):
+        _end(world_size)
+
+
+def _start(world_size: int) -> _Pool:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    folder = tempfile.TemporaryDirectory(prefix="gather-moe-ranks-")
+    workers = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        arguments = (rank, world_size, folder.name, theirs)
+        process = context.Process(target=_serve, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        workers.append(_Worker(process, ours))
+    if not _POOLS:
+        atexit.register(end_pools)
+    return _POOLS.setdefault(world_size, _Pool(workers, folder))
+
+
+def _end(world_size: int) -> None:
+    pool = _POOLS.pop(world_size)
+    for worker in pool.workers:
+        worker.pipe.close()
+        worker.process.kill()
+    for worker in pool.workers:
+        worker.process.join(10)
+    pool.folder.cleanup()
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+    """The life of one rank: join the group, then answer calls until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    log = os.open(Path(folder) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, function(rank, world_size, *args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
