@@ -1,0 +1,211 @@
+"""Grouped-query attention over this rank's heads, with packed documents kept apart."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .collectives import sum_gradients
+from .config import GatherMoeConfig
+from .linear import Linear
+from .mesh import ParallelMesh
+from .norm import RmsNorm, SplitNorm, rms_norm, split_rms_norms
+from .rope import RotaryTables, rotate
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+PER_DOCUMENT = ("sdpa", "eager")
+BY_MASK = ("flex_attention",)
+
+
+class Documents(NamedTuple):
+    """Where the documents of packed sequences begin.
+
+    starts        per sequence, host integers, the first of each 0
+    cu_seqlens    [B*S + 1] int32, boundaries in the flattened batch, padded to this fixed length with B*S
+    max_length    static upper bound for a document's length: S
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+    cu_seqlens: Tensor
+    max_length: int
+
+
+class AttentionInputs(NamedTuple):
+    """What every layer's attention needs beside the hidden states; built once per forward."""
+
+    rotary: RotaryTables
+    mask: Any  # None where causality alone decides; else what the attention function takes
+    documents: Documents | None
+    function: AttentionFunction
+    implementation: str
+    cache: Any
+    options: dict[str, Any]  # passed on to the attention function
+
+
+class QkNormWeights(NamedTuple):
+    """The weights of the norms of q and k, with their gradients' sums already arranged."""
+
+    q: Tensor
+    k: Tensor
+
+
+def find_documents(starts: tuple[tuple[int, ...], ...], *, block_size: int, device: torch.device) -> Documents | None:
+    """Describe packed sequences for attention; None where every sequence is a single document."""
+    if all(len(row) == 1 for row in starts):
+        return None
+    flat = [b * block_size + start for b, row in enumerate(starts) for start in row]
+    total = len(starts) * block_size
+    padded = flat + [total] * (total + 1 - len(flat))
+    return Documents(starts, torch.tensor(padded, dtype=torch.int32, device=device), block_size)
+
+
+def document_positions(starts: tuple[tuple[int, ...], ...], *, block_size: int, device: torch.device) -> Tensor:
+    """Positions [B, S] that begin at 0 in every document."""
+    rows = []
+    for row in starts:
+        ends = (*row[1:], block_size)
+        rows.append(torch.cat([torch.arange(end - start) for start, end in zip(row, ends, strict=True)]))
+    return torch.stack(rows).to(device)
+
+
+def check_isolation(implementation: str) -> None:
+    """Refuse an attention implementation that would let packed documents see each other."""
+    known = (*VARLEN, *PER_DOCUMENT, *BY_MASK)
+    if implementation not in known:
+        raise ValueError(
+            f"attn_implementation={implementation!r} is not known to keep packed documents apart; "
+            f"choose one of {sorted(known)}"
+        )
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Plain attention that also returns its weights: q [B,h,S,K], k and v [B,g,Z,K] -> [B,S,h,K], [B,h,S,Z]."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is None:
+        num_queries, num_keys = scores.shape[-2:]
+        future = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(future.triu(num_keys - num_queries + 1), torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + attention_mask
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(-1, dtype=exact).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class GatherMoeAttention(nn.Module):
+    """Attention of the heads that this rank holds; the caller gathers the tokens before and sums the outputs after."""
+
+    is_causal = True
+    sliding_window = None
+
+    def __init__(self, config: GatherMoeConfig, *, layer_idx: int, mesh: ParallelMesh) -> None:
+        super().__init__()
+        tp = mesh.layout.tp
+        self.config, self.layer_idx, self.mesh = config, layer_idx, mesh
+        self.head_dim = config.head_dim
+        self.num_heads = config.num_attention_heads // tp
+        self.num_key_value_heads = max(config.num_key_value_heads // tp, 1)
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.q_proj = Linear(config.hidden_size, self.num_heads * self.head_dim)
+        self.k_proj = Linear(config.hidden_size, self.num_key_value_heads * self.head_dim)
+        self.v_proj = Linear(config.hidden_size, self.num_key_value_heads * self.head_dim)
+        self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size)
+        if config.qk_norm == "head":
+            self.q_norm: nn.Module = RmsNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm: nn.Module = RmsNorm(self.head_dim, eps=config.rms_norm_eps)
+        elif config.qk_norm == "full":
+            self.q_norm = SplitNorm(self.num_heads * self.head_dim)
+            self.k_norm = SplitNorm(self.num_key_value_heads * self.head_dim)
+
+    def forward(
+        self, hidden_states: Tensor, inputs: AttentionInputs, qk_norm: QkNormWeights | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [B, S, D] -> this rank's part of the output [B, S, D], to be summed over the group.
+
+        Also the attention weights where the attention function returns them. `qk_norm` replaces the per-head norms'
+        own weights when the caller sums their gradients.
+        """
+        q, k, v = self._project(hidden_states, qk_norm)
+        q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
+        if inputs.cache is not None:
+            k, v = inputs.cache.update(k, v, self.layer_idx)
+        out, weights = self._attend(q, k, v, inputs)
+        return self.o_proj(out.flatten(2)), weights
+
+    def _project(self, x: Tensor, qk_norm: QkNormWeights | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, D] -> q [B, h, S, K], k and v [B, g, S, K], normalised and clipped."""
+        group: ProcessGroup | None = self.mesh.kv_group
+        k_weight, v_weight = sum_gradients([self.k_proj.weight, self.v_proj.weight], group, upcast=False)
+        q, k, v = self.q_proj(x), self.k_proj(x, weight=k_weight), self.v_proj(x, weight=v_weight)
+        if self.config.qk_norm == "full":
+            q, k = self._normalise_full_width(q, k)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if self.config.qk_norm == "head":
+            eps = self.config.rms_norm_eps
+            weights = qk_norm or QkNormWeights(self.q_norm.weight, self.k_norm.weight)
+            q, k = rms_norm(q, weights.q, eps=eps), rms_norm(k, weights.k, eps=eps)
+        if self.config.clip_qkv is not None:
+            q, k, v = (part.clamp(-self.config.clip_qkv, self.config.clip_qkv) for part in (q, k, v))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _normalise_full_width(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        config, tp = self.config, self.mesh.layout.tp
+        [k_weight] = sum_gradients([self.k_norm.weight], self.mesh.kv_group)
+        return split_rms_norms(
+            (q, k),
+            (self.q_norm.weight, k_weight),
+            full_widths=(config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim),
+            # Where ranks share a key-value head, each one's copy counts for its part only.
+            shares=(1.0, min(config.num_key_value_heads / tp, 1.0)),
+            eps=config.rms_norm_eps,
+            group=self.mesh.group,
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+        dropout = self.config.attention_dropout if self.training else 0.0
+        options = {"scaling": self.scaling, "dropout": dropout, **inputs.options}
+        documents = inputs.documents
+        if documents is None:
+            return inputs.function(self, q, k, v, inputs.mask, **options)
+        if inputs.implementation in VARLEN:
+            return self._attend_flattened(q, k, v, inputs, options)
+        parts = []
+        for b, starts in enumerate(documents.starts):
+            for start, end in zip(starts, (*starts[1:], documents.max_length), strict=True):
+                here = (slice(b, b + 1), slice(None), slice(start, end))
+                parts.append(inputs.function(self, q[here], k[here], v[here], None, **options)[0])
+        out = torch.cat([part.squeeze(0) for part in parts])
+        return out.unflatten(0, (q.shape[0], documents.max_length)), None
+
+    def _attend_flattened(
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: dict[str, Any]
+    ) -> tuple[Tensor, None]:
+        """All documents of the batch in one call of a variable-length kernel: static shapes, lengths on the device."""
+        documents = inputs.documents
+        assert documents is not None
+        flat = [part.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for part in (q, k, v)]
+        lengths = {
+            "cu_seq_lens_q": documents.cu_seqlens,
+            "cu_seq_lens_k": documents.cu_seqlens,
+            "max_length_q": documents.max_length,
+            "max_length_k": documents.max_length,
+        }
+        out, _ = inputs.function(self, *flat, None, **lengths, **options)
+        return out.squeeze(0).unflatten(0, (q.shape[0], -1)), None

@@ -1,0 +1,444 @@
+"""GatherMoe as a transformers model: an ordinary one on a single process, a shared one when it is given a mesh.
+
+Importing this file registers the classes with transformers' Auto classes and the layout of expert weights on disk
+with its loader, so that code which travels with a checkpoint needs nothing else.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import initialization as hf_init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .attention import (
+    BY_MASK,
+    AttentionInputs,
+    GatherMoeAttention,
+    QkNormWeights,
+    check_isolation,
+    document_positions,
+    eager_attention,
+    find_documents,
+)
+from .collectives import gather_tokens, scatter_tokens, sum_gradients, total_over_group
+from .config import GatherMoeConfig
+from .embedding import VocabularyEmbedding, VocabularyHead
+from .experts import GatherMoeExperts
+from .hf_keys import expert_weight_conversions
+from .loss import IGNORED, auxiliary_losses
+from .mesh import ParallelMesh, one_rank_mesh
+from .moe import GatherMoeMlp, GatherMoeSparseBlock
+from .norm import RmsNorm
+from .rope import rotary_tables
+from .router import GatherMoeRouter, RouterStatistics, router_statistics
+
+DocumentStarts = tuple[tuple[int, ...], ...]
+
+
+class TokenPlace(NamedTuple):
+    """Where the tokens of this rank lie in the batch of B sequences.
+
+    sequence_of_token_t  [t] int64
+    token_mask_t         [t] bool, False for padding; None where there is none
+    """
+
+    num_sequences: int
+    block_size: int
+    sequence_of_token_t: Tensor
+    token_mask_t: Tensor | None
+
+
+@dataclass
+class GatherMoeModelOutput(MoeModelOutputWithPast):
+    """`router_statistics`: per MoE layer, sums over this rank's valid tokens."""
+
+    router_statistics: Any = None
+
+
+@dataclass
+class GatherMoeCausalLMOutput(MoeCausalLMOutputWithPast):
+    """The stock output, with the parts of the loss.
+
+    loss           what is differentiated: lm_loss + coefficients times the others (in training mode)
+    lm_loss        cross-entropy in nats over the targets, without any auxiliary term
+    aux_loss       balance loss, mean over MoE layers, without its coefficient
+    z_loss         router z-loss, likewise
+    expert_counts  [L_moe, E] valid choices per expert, over the whole group's micro-batch
+    """
+
+    lm_loss: Tensor | None = None
+    z_loss: Tensor | None = None
+    expert_counts: Tensor | None = None
+
+
+class GatherMoeDecoderLayer(GradientCheckpointingLayer):
+    """Attention and feed-forward with their norms; under a mesh each gathers the tokens and scatters the sums."""
+
+    # ZeRO-3 fetches all of a block's parameters at once. Otherwise it would fetch per submodule, in an order that the
+    # functional use of the norms and the router does not follow.
+    _z3_leaf = True
+
+    def __init__(self, config: GatherMoeConfig, *, layer_idx: int, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.config, self.mesh = config, mesh
+        self.self_attn = GatherMoeAttention(config, layer_idx=layer_idx, mesh=mesh)
+        self.mlp: nn.Module
+        if config.is_sparse(layer_idx):
+            self.mlp = GatherMoeSparseBlock(config, mesh=mesh)
+        else:
+            self.mlp = GatherMoeMlp(config, mesh=mesh)
+        self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states: Tensor, *, inputs: AttentionInputs, place: TokenPlace
+    ) -> tuple[Tensor, RouterStatistics | None]:
+        """hidden_states [B, S, D] on one process, [t, D] under a mesh -> the same, and the router's sums."""
+        group, shape = self.mesh.group, hidden_states.shape
+        norm_in, norm_post, *rest = self._shared_weights()
+        normed = gather_tokens(self.input_layernorm(hidden_states, weight=norm_in), group)
+        normed = normed.view(place.num_sequences, place.block_size, -1)
+        qk_norm = QkNormWeights(*rest[:2]) if self.config.qk_norm == "head" else None
+        attended, _ = self.self_attn(normed, inputs, qk_norm)
+        if group is not None:
+            attended = scatter_tokens(attended.flatten(0, 1), group)
+        x = hidden_states + attended
+        normed = self.post_attention_layernorm(x, weight=norm_post).view(-1, shape[-1])
+        if isinstance(self.mlp, GatherMoeMlp):
+            return x + self.mlp(normed).view(shape), None
+        out, routing = self.mlp(normed, router_weight=rest[-1], token_mask_t=place.token_mask_t)
+        statistics = router_statistics(
+            routing,
+            sequence_of_token_t=place.sequence_of_token_t,
+            num_sequences=place.num_sequences,
+            token_mask_t=place.token_mask_t,
+        )
+        return x + out.view(shape), statistics
+
+    def _shared_weights(self) -> list[Tensor]:
+        """The weights every rank holds, their gradients summed in one all-reduce: norms, q and k norms, router."""
+        weights = [self.input_layernorm.weight, self.post_attention_layernorm.weight]
+        if self.config.qk_norm == "head":
+            weights += [self.self_attn.q_norm.weight, self.self_attn.k_norm.weight]
+        if isinstance(self.mlp, GatherMoeSparseBlock):
+            weights.append(self.mlp.gate.weight)
+        return sum_gradients(weights, self.mesh.group)
+
+
+class GatherMoePreTrainedModel(PreTrainedModel):
+    """What transformers has to know of all our classes."""
+
+    config: GatherMoeConfig
+    config_class = GatherMoeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["GatherMoeDecoderLayer"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {  # noqa: RUF012
+        "router_logits": OutputRecorder(GatherMoeRouter, index=0),
+        "hidden_states": OutputRecorder(GatherMoeDecoderLayer, index=0),
+        "attentions": OutputRecorder(GatherMoeAttention, index=1),
+    }
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, GatherMoeExperts):
+            hf_init.normal_(module.gate_up_proj, mean=0.0, std=std)
+            hf_init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, GatherMoeRouter):
+            hf_init.normal_(module.weight, mean=0.0, std=std)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recompute every block in the backward; under a mesh only the non-reentrant way."""
+        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"] and self.mesh.group is not None:
+            raise ValueError(
+                "use_reentrant=True is not supported under a mesh: reentrant checkpointing cannot be combined with "
+                "collectives in the block; use use_reentrant=False"
+            )
+        super().gradient_checkpointing_enable(options)
+
+
+class GatherMoeModel(GatherMoePreTrainedModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: GatherMoeConfig, mesh: ParallelMesh | None = None) -> None:
+        super().__init__(config)
+        self.mesh = mesh or one_rank_mesh()
+        if self.mesh.group is not None and config.attention_dropout > 0:
+            raise ValueError(
+                f"attention_dropout={config.attention_dropout} is not supported when tp={self.mesh.layout.tp} ranks "
+                "share a model; set it to 0"
+            )
+        if self.mesh.group is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        else:
+            self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, mesh=self.mesh)
+        self.layers = nn.ModuleList(
+            GatherMoeDecoderLayer(config, layer_idx=i, mesh=self.mesh) for i in range(config.num_hidden_layers)
+        )
+        self.norm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps, group=self.mesh.group)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        document_starts: DocumentStarts | None = None,
+        **kwargs: Any,
+    ) -> GatherMoeModelOutput:
+        """input_ids [B, S], the whole group's on every rank -> last_hidden_state [B, S, D], or [t, D] under a mesh.
+
+        attention_mask   [B, past + S], 0 for padding: attended to by nobody and routed to no expert
+        document_starts  per sequence, where its packed documents begin (the first at 0)
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if self.mesh.group is not None:
+            _check_mesh_call(self, input_ids, cache, use_cache)
+            use_cache = False
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        inputs = self._attention_inputs(inputs_embeds, attention_mask, position_ids, cache, document_starts, kwargs)
+        place = self._place(inputs_embeds, attention_mask)
+        x = inputs_embeds
+        if self.mesh.group is not None:
+            x = scatter_tokens(x.flatten(0, 1), self.mesh.group)
+        statistics = []
+        for layer in self.layers:
+            x, layer_statistics = layer(x, inputs=inputs, place=place)
+            if layer_statistics is not None:
+                statistics.append(layer_statistics)
+        return GatherMoeModelOutput(last_hidden_state=self.norm(x), cache=cache, router_statistics=statistics)
+
+    def _attention_inputs(
+        self,
+        embeds: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        document_starts: DocumentStarts | None,
+        options: dict[str, Any],
+    ) -> AttentionInputs:
+        implementation = self.config._attn_implementation
+        block_size, device = embeds.shape[1], embeds.device
+        documents = None
+        if document_starts is not None:
+            check_isolation(implementation)
+            documents = find_documents(document_starts, block_size=block_size, device=device)
+        if documents is not None:
+            position_ids = document_positions(documents.starts, block_size=block_size, device=device)
+        if position_ids is None:
+            seen = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(seen, seen + block_size, device=device).unsqueeze(0)
+        by_mask = documents is None or implementation in BY_MASK
+        # Packed training needs no mask and must not build one: S x S numbers per layer's call.
+        mask = None
+        if by_mask and not (document_starts is not None and documents is None and implementation == "sdpa"):
+            mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=embeds,
+                attention_mask=attention_mask,
+                cache=cache,
+                position_ids=position_ids,
+            )
+        return AttentionInputs(
+            rotary=rotary_tables(self.config, position_ids, dtype=embeds.dtype),
+            mask=mask,
+            documents=None if by_mask else documents,
+            function=ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention),
+            implementation=implementation,
+            cache=cache,
+            options={"position_ids": position_ids, **options} if by_mask else options,
+        )
+
+    def _place(self, embeds: Tensor, attention_mask: Tensor | None) -> TokenPlace:
+        num_sequences, block_size = embeds.shape[:2]
+        num_tokens = num_sequences * block_size // self.mesh.layout.tp
+        first = self.mesh.group_rank * num_tokens
+        tokens = torch.arange(first, first + num_tokens, device=embeds.device)
+        token_mask_t = None
+        if attention_mask is not None and attention_mask.dim() == 2:
+            token_mask_t = attention_mask[:, -block_size:].flatten()[first : first + num_tokens].bool()
+        return TokenPlace(num_sequences, block_size, tokens // block_size, token_mask_t)
+
+
+class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
+    """The decoder with a language-model head and its losses."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: GatherMoeConfig, mesh: ParallelMesh | None = None) -> None:
+        super().__init__(config)
+        self.mesh = mesh or one_rank_mesh()
+        self.model = GatherMoeModel(config, mesh=self.mesh)
+        self.lm_head = VocabularyHead(config.hidden_size, config.vocab_size, mesh=self.mesh)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        num_tokens_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> GatherMoeCausalLMOutput:
+        """Logits and, with labels, the loss.
+
+        labels               [B, S], shifted here, -100 where there is no target; `shift_labels` are shifted already
+        num_items_in_batch   targets the loss is divided by; default: those in this call
+        num_tokens_in_batch  valid tokens the auxiliary losses are divided by; default: in proportion to the targets
+        output_logits        default: on one process yes, under a mesh no. Without them the loss needs no [B, S, V].
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden, group = outputs.last_hidden_state, self.mesh.group
+        with_logits = output_logits if output_logits is not None else group is None
+        if with_logits and group is not None:
+            raise ValueError(
+                "output_logits=True is not supported under a mesh; load the saved hf/ folder on one process"
+            )
+        logits = None
+        if with_logits:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, kept, :])
+        result = GatherMoeCausalLMOutput(
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+        )
+        if labels is not None or shift_labels is not None:
+            targets = shift_labels if shift_labels is not None else _shift(labels)
+            self._add_losses(result, outputs, targets, num_items_in_batch, num_tokens_in_batch)
+        return result
+
+    def _add_losses(
+        self,
+        result: GatherMoeCausalLMOutput,
+        outputs: GatherMoeModelOutput,
+        targets: Tensor,
+        num_items: Tensor | int | None,
+        num_tokens: Tensor | int | None,
+    ) -> None:
+        """Fill in the losses, each a sum over this group's tokens divided by a count over the whole batch."""
+        config = self.config
+        num_targets = (targets != IGNORED).sum()
+        items = (num_targets if num_items is None else torch.as_tensor(num_items, device=targets.device)).clamp(min=1)
+        if result.logits is not None and result.logits.shape[:2] == targets.shape:
+            total, nll = _losses_of_logits(result.logits, targets, z_coef=config.logits_z_loss_coef)
+        else:
+            hidden = gather_tokens(outputs.last_hidden_state, self.mesh.group)
+            total, nll, _ = self.lm_head(hidden, targets=targets, z_coef=config.logits_z_loss_coef)
+        result.loss, result.lm_loss = total / items, nll.detach() / items
+        if not outputs.router_statistics or not self.training:
+            return
+        statistics = _totals(outputs.router_statistics, self)
+        auxiliary = auxiliary_losses(statistics, num_active=config.num_experts_per_tok, scope=config.balance_scope)
+        result.expert_counts = torch.stack([layer.counts_BE.sum(0) for layer in statistics])
+        if num_tokens is None:
+            # A batch that is cut in several calls: this call's share of the targets stands for its share of tokens.
+            here = result.expert_counts[0].sum() / config.num_experts_per_tok
+            tokens = here * items / num_targets.clamp(min=1)
+        else:
+            tokens = torch.as_tensor(num_tokens, device=targets.device)
+        balance, z = auxiliary.balance / tokens.clamp(min=1), auxiliary.z / tokens.clamp(min=1)
+        if config.router_aux_loss_coef:
+            result.loss = result.loss + config.router_aux_loss_coef * balance
+        if config.router_z_loss_coef:
+            result.loss = result.loss + config.router_z_loss_coef * z
+        result.aux_loss, result.z_loss = balance.detach(), z.detach()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' generate, for a model that lives on one process."""
+        if self.mesh.group is not None:
+            raise ValueError(
+                f"generate() serves one process, and this model is shared by tp={self.mesh.layout.tp} ranks; "
+                "load a checkpoint's hf/ folder with AutoModelForCausalLM.from_pretrained instead"
+            )
+        return super().generate(*args, **kwargs)
+
+
+def _check_mesh_call(model: GatherMoeModel, input_ids: Tensor | None, cache: Cache | None, use_cache: Any) -> None:
+    tp = model.mesh.layout.tp
+    if input_ids is None or cache is not None:
+        raise ValueError("under a mesh a model takes input_ids only, without inputs_embeds and without a cache")
+    if input_ids.numel() % tp:
+        raise ValueError(
+            f"{input_ids.shape[0]} sequences of {input_ids.shape[1]} tokens cannot be shared by tp={tp} ranks; "
+            f"their product must be a multiple of {tp}"
+        )
+
+
+def _shift(labels: Tensor | None) -> Tensor:
+    assert labels is not None
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def _losses_of_logits(logits: Tensor, targets: Tensor, *, z_coef: float) -> tuple[Tensor, Tensor]:
+    """The sum that is differentiated and the sum of negative log-likelihoods, from whole logits [B, S, V]."""
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    nll = F.cross_entropy(exact, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    if not z_coef:
+        return nll, nll
+    squares = exact.logsumexp(-1).square()
+    return nll + z_coef * squares.masked_fill(targets.flatten() == IGNORED, 0.0).sum(), nll
+
+
+def _totals(statistics: list[RouterStatistics], model: GatherMoeForCausalLM) -> list[RouterStatistics]:
+    """Sum all layers' statistics over the group in one all-reduce."""
+    if model.mesh.group is None:
+        return statistics
+    parts = [part for layer in statistics for part in layer]
+    flat = total_over_group(torch.cat([part.flatten() for part in parts]), model.mesh.group)
+    sums = [s.view_as(p) for s, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
+    totals = [RouterStatistics(*sums[i : i + 3]) for i in range(0, len(sums), 3)]
+    return [RouterStatistics(layer.counts_BE.detach(), layer.probs_BE, layer.z_B) for layer in totals]
+
+
+AutoConfig.register("gather_moe", GatherMoeConfig, exist_ok=True)
+AutoModel.register(GatherMoeConfig, GatherMoeModel, exist_ok=True)
+AutoModelForCausalLM.register(GatherMoeConfig, GatherMoeForCausalLM, exist_ok=True)
+register_checkpoint_conversion_mapping("gather_moe", expert_weight_conversions(), overwrite=True)

@@ -1,0 +1,65 @@
+"""RMS norm (Zhang and Sennrich, 1910.07467) in float32 at least, over a whole row or over heads split across ranks."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .collectives import sum_gradients, sum_over_group, wide
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """x [..., C] scaled to unit root mean square and by weight [C]; computed wide, returned in x's type."""
+    x_wide = wide(x)
+    scale = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (x_wide * scale * wide(weight)).to(x.dtype)
+
+
+class RmsNorm(nn.Module):
+    """A norm whose weight every rank of the group holds; under a group its gradient is summed in `forward`.
+
+    Inside a decoder block the block sums all such gradients at once and passes the weight in.
+    """
+
+    def __init__(self, width: int, *, eps: float, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+        self.group = group
+
+    def forward(self, x: Tensor, *, weight: Tensor | None = None) -> Tensor:
+        if weight is None:
+            [weight] = sum_gradients([self.weight], self.group)
+        return rms_norm(x, weight, eps=self.eps)
+
+
+class SplitNorm(nn.Module):
+    """The weight of a norm over a row whose channels are split over the group; `split_rms_norms` applies it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+
+def split_rms_norms(
+    rows: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    *,
+    full_widths: tuple[int, int],
+    shares: tuple[float, float],
+    eps: float,
+    group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise two rows (q and k) over their full width, of which each rank holds a part, with one small all-reduce.
+
+    rows    q [..., hK] and k [..., gK], this rank's channels
+    shares  what a rank's sum of squares counts for: 1, or 1 / replicas where several ranks hold the same channels
+
+    Only one number per token and row travels, the sum of squares in float32 at least, instead of the rows themselves.
+    """
+    wide_rows = [wide(row) for row in rows]
+    squares = [row.pow(2).sum(-1) * share for row, share in zip(wide_rows, shares, strict=True)]
+    totals = sum_over_group(torch.stack(squares), group)
+    outs = []
+    for row, weight, total, width in zip(wide_rows, weights, totals, full_widths, strict=True):
+        outs.append(row * torch.rsqrt(total / width + eps).unsqueeze(-1) * wide(weight))
+    return outs[0].to(rows[0].dtype), outs[1].to(rows[1].dtype)

@@ -1,0 +1,41 @@
+"""Rotary position embedding (Su et al., 2104.09864), its tables always computed in float32 at least.
+
+The frequencies are derived from the configuration in every forward and are no buffer of the model, so nothing that
+casts a model can round them: in bfloat16 positions 256 and 257 would already be the same.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+class RotaryTables(NamedTuple):
+    """cos and sin, each [B or 1, S, K], in the type they are applied in."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_tables(config: Any, position_ids: Tensor, *, dtype: torch.dtype) -> RotaryTables:
+    """Tables for position_ids [B or 1, S]; angles in float32 (float64 when dtype is), cast to `dtype` at the end."""
+    exact = torch.promote_types(dtype, torch.float32)
+    device = position_ids.device
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, config.head_dim, 2, dtype=exact, device=device) / config.head_dim
+        frequencies, scaling = 1.0 / (rope["rope_theta"] ** exponents), 1.0
+    else:
+        seq_len = position_ids.shape[-1]
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=device, seq_len=seq_len)
+    angles = position_ids[..., None].to(exact) * frequencies.to(exact)
+    angles = torch.cat((angles, angles), dim=-1)
+    return RotaryTables((angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype))
+
+
+def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
+    """x [B, heads, S, K] turned by its positions; channel i pairs with channel i + K/2, as in transformers."""
+    cos, sin = tables.cos.unsqueeze(1), tables.sin.unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,294 @@
+"""The seam to DeepSpeed: process groups, tags, optimizer, and one optimizer step over micro-batches.
+
+DeepSpeed sees a tensor-parallel model. Sharded parameters carry `tensor_model_parallel`, replicated ones have their
+gradients summed inside the model, and nothing here is one of DeepSpeed's own MoE layers. Besides the native
+checkpoints no other file imports deepspeed.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from modeling.config import GatherMoeConfig
+from modeling.init import full_shapes
+from modeling.mesh import ParallelMesh
+from modeling.model import GatherMoeForCausalLM
+from modeling.shard_table import ShardTable
+
+
+class MicroBatch(Protocol):
+    """What the step needs of a micro-batch; `recipe.data` makes them."""
+
+    input_ids: Tensor  # [B, S] int64
+    labels: Tensor  # [B, S] int64, unshifted, -100 where there is no target
+    document_starts: tuple[tuple[int, ...], ...]
+    token_mask: Tensor | None  # [B, S] bool, False for padding; None where every token is valid
+    num_targets: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamOptions:
+    """AdamW as torch has it; `weight_decay` is applied to matrices only, not to norms."""
+
+    learning_rate: float = 5e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+class Mpu:
+    """What DeepSpeed asks about model parallelism.
+
+    It must not have `initialize_sequence_parallel`: its mere presence makes DeepSpeed ignore the rest.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+
+    def get_model_parallel_group(self) -> Any:
+        return self._mesh.tp_group
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._mesh.layout.tp
+
+    def get_model_parallel_rank(self) -> int:
+        return self._mesh.group_rank
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_data_parallel_group(self) -> Any:
+        return self._mesh.dp_group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._mesh.layout.dp
+
+    def get_data_parallel_rank(self) -> int:
+        return self._mesh.dp_rank
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self._mesh.dp_ranks
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return 0
+
+
+class StepResult(NamedTuple):
+    """One optimizer step, the same on every rank.
+
+    Losses are means over the whole global batch, in nats and without coefficients; tensors, so that reading them (and
+    waiting for the device) is the caller's choice.
+    """
+
+    lm_loss: Tensor
+    aux_loss: Tensor | None
+    z_loss: Tensor | None
+    expert_counts: Tensor | None  # [L_moe, E] choices of each expert in the global batch
+    grad_norm: float  # before clipping
+    num_targets: int
+    num_tokens: int
+
+
+class Evaluation(NamedTuple):
+    """Mean cross-entropy in nats over `num_targets` targets."""
+
+    loss: float
+    num_targets: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+
+def tag_parameters(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelMesh) -> None:
+    """Tell DeepSpeed which parameters each rank of the group holds a part of, so that norms count each number once.
+
+    Of a key-value head that several ranks hold, only the first copy is tagged: DeepSpeed counts untagged parameters
+    on the group's first rank only, which always holds a first copy itself.
+    """
+    table = ShardTable(mesh.layout, config.num_key_value_heads, config.qk_norm)
+    for name, shape in full_shapes(model, config=config, table=table).items():
+        shard = table.shard(name, shape, group_rank=mesh.group_rank)
+        if not shard.is_replicated and shard.replica == 0:
+            model.get_parameter(name).tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def build_optimizer(model: nn.Module, options: AdamOptions) -> torch.optim.AdamW:
+    """AdamW over all trainable parameters, matrices with weight decay and norms without; ValueError if there are none."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("no parameter of the model requires a gradient, so there is nothing to train")
+    decayed = [p for p in trainable if p.dim() > 1]
+    plain = [p for p in trainable if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((decayed, options.weight_decay), (plain, 0.0))
+        if params
+    ]
+    # One loop over tensors on CPU; a single fused kernel on a GPU.
+    fused = trainable[0].is_cuda
+    return torch.optim.AdamW(
+        groups, lr=options.learning_rate, betas=options.betas, eps=options.eps, fused=fused, foreach=False
+    )
+
+
+class Engine:
+    """A model under DeepSpeed. Every method is collective over the whole world."""
+
+    def __init__(
+        self,
+        model: GatherMoeForCausalLM,
+        *,
+        ds_config: dict[str, Any],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """`ds_config` is DeepSpeed's alone: no "auto", no scheduler, no optimizer block.
+
+        Raises ValueError where a trainable parameter is in no group of the optimizer.
+        """
+        _check_ownership(model, optimizer)
+        self.mesh = model.mesh
+        tag_parameters(model, config=model.config, mesh=self.mesh)
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        self.ds, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, mpu=Mpu(self.mesh), config=ds_config, dist_init_required=False
+        )
+        self.accumulation = int(ds_config.get("gradient_accumulation_steps", 1))
+        self.zero_stage = int(ds_config.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def model(self) -> GatherMoeForCausalLM:
+        return self.ds.module
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that DeepSpeed left out because their norm was not a number."""
+        return self.ds.skipped_steps
+
+    def train_step(self, micro_batches: list[MicroBatch], *, learning_rate: float) -> StepResult:
+        """Forward and backward of every micro-batch, then one optimizer step with `learning_rate`."""
+        if len(micro_batches) != self.accumulation:
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches were given, but gradient_accumulation_steps={self.accumulation}"
+            )
+        self.ds.train()
+        num_targets, num_tokens = self._count(micro_batches)
+        sums = _Sums()
+        for micro_batch in micro_batches:
+            output = self.ds(
+                **self._inputs(micro_batch), num_items_in_batch=num_targets, num_tokens_in_batch=num_tokens
+            )
+            # DeepSpeed divides by the accumulation count and averages over dp; the loss is already a share of the
+            # global mean, so undo both.
+            self.ds.backward(output.loss * (self.accumulation * self.mesh.layout.dp))
+            sums.add(output)
+            if micro_batch is micro_batches[-1]:
+                plain_norm = self._plain_gradient_norm()
+                self._set_learning_rate(learning_rate)
+            self.ds.step()
+        norm = self.ds.get_global_grad_norm()
+        grad_norm = plain_norm if norm is None else float(norm)
+        return sums.result(self.mesh, grad_norm=grad_norm, num_targets=num_targets, num_tokens=num_tokens)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Evaluation:
+        """Mean cross-entropy over all ranks' micro-batches; every dp rank must have the same number of them."""
+        self.ds.eval()
+        nll, num_targets = torch.zeros((), dtype=torch.float64), 0
+        for micro_batch in micro_batches:
+            output = self.ds(**self._inputs(micro_batch), num_items_in_batch=1, output_logits=False)
+            nll += output.lm_loss.double().cpu()
+            num_targets += micro_batch.num_targets
+        self.ds.train()
+        totals = torch.stack([nll, torch.tensor(num_targets, dtype=torch.float64)]).to(self.ds.device)
+        dist.all_reduce(totals, group=self.mesh.dp_group)
+        loss_sum, count = totals.tolist()
+        return Evaluation(loss_sum / max(count, 1), int(count))
+
+    def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        device = self.ds.device
+        inputs: dict[str, Any] = {
+            "input_ids": micro_batch.input_ids.to(device, non_blocking=True),
+            "labels": micro_batch.labels.to(device, non_blocking=True),
+            "document_starts": micro_batch.document_starts,
+            "use_cache": False,
+        }
+        if micro_batch.token_mask is not None:
+            inputs["attention_mask"] = micro_batch.token_mask.to(device, non_blocking=True)
+        return inputs
+
+    def _count(self, micro_batches: list[MicroBatch]) -> tuple[int, int]:
+        """Targets and valid tokens of the whole global batch, known before the first forward."""
+        targets = sum(m.num_targets for m in micro_batches)
+        tokens = sum(m.input_ids.numel() if m.token_mask is None else int(m.token_mask.sum()) for m in micro_batches)
+        counts = torch.tensor([targets, tokens], dtype=torch.int64, device=self.ds.device)
+        dist.all_reduce(counts, group=self.mesh.dp_group)
+        num_targets, num_tokens = counts.tolist()
+        return num_targets, num_tokens
+
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.ds.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def _plain_gradient_norm(self) -> float:
+        """The global norm where DeepSpeed keeps none (stage 0 in float32); 0.0 elsewhere, where it is not needed."""
+        if self.zero_stage > 0 or hasattr(self.ds.optimizer, "_global_grad_norm"):
+            return 0.0
+        square = torch.zeros((), dtype=torch.float64, device=self.ds.device)
+        for parameter in self.model.parameters():
+            counted = getattr(parameter, "tensor_model_parallel", False) or self.mesh.group_rank == 0
+            if counted and parameter.grad is not None:
+                square += parameter.grad.double().square().sum()
+        dist.all_reduce(square, group=self.mesh.tp_group)
+        return math.sqrt(square.item())
+
+
+class _Sums:
+    """Adds up what the micro-batches report, on the device."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Tensor] = {}
+
+    def add(self, output: Any) -> None:
+        for name in ("lm_loss", "aux_loss", "z_loss", "expert_counts"):
+            value = getattr(output, name)
+            if value is not None:
+                value = value.detach().double()
+                self._parts[name] = self._parts[name] + value if name in self._parts else value
+
+    def result(self, mesh: ParallelMesh, *, grad_norm: float, num_targets: int, num_tokens: int) -> StepResult:
+        """Sum over the dp ranks in one all-reduce; the ranks of a group have the same numbers already."""
+        flat = torch.cat([part.flatten() for part in self._parts.values()])
+        dist.all_reduce(flat, group=mesh.dp_group)
+        split = flat.split([part.numel() for part in self._parts.values()])
+        totals = {name: s.view_as(p) for s, (name, p) in zip(split, self._parts.items(), strict=True)}
+        return StepResult(
+            lm_loss=totals["lm_loss"],
+            aux_loss=totals.get("aux_loss"),
+            z_loss=totals.get("z_loss"),
+            expert_counts=totals.get("expert_counts"),
+            grad_norm=grad_norm,
+            num_targets=num_targets,
+            num_tokens=num_tokens,
+        )
+
+
+def _check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    orphans = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in owned]
+    if orphans:
+        raise ValueError(
+            f"{len(orphans)} trainable parameters are in no group of the optimizer and would never change, among them "
+            f"{orphans[:3]}; build the optimizer from the parameters of the model that is trained"
+        )
