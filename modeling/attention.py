@@ -116,11 +116,11 @@ class GatherMoeAttention(nn.Module):
 
     def __init__(self, config: GatherMoeConfig, *, layer_idx: int, mesh: ParallelMesh) -> None:
         super().__init__()
-        tp = mesh.layout.tp
+        sizes, tp = config.sizes, mesh.layout.tp
         self.config, self.layer_idx, self.mesh = config, layer_idx, mesh
-        self.head_dim = config.head_dim
-        self.num_heads = config.num_attention_heads // tp
-        self.num_key_value_heads = max(config.num_key_value_heads // tp, 1)
+        self.head_dim = sizes.head_dim
+        self.num_heads = sizes.num_attention_heads // tp
+        self.num_key_value_heads = max(sizes.num_key_value_heads // tp, 1)
         self.num_key_value_groups = self.num_heads // self.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.q_proj = Linear(config.hidden_size, self.num_heads * self.head_dim)
@@ -128,8 +128,8 @@ class GatherMoeAttention(nn.Module):
         self.v_proj = Linear(config.hidden_size, self.num_key_value_heads * self.head_dim)
         self.o_proj = Linear(self.num_heads * self.head_dim, config.hidden_size)
         if config.qk_norm == "head":
-            self.q_norm: nn.Module = RmsNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm: nn.Module = RmsNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.q_norm: RmsNorm | SplitNorm = RmsNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm: RmsNorm | SplitNorm = RmsNorm(self.head_dim, eps=config.rms_norm_eps)
         elif config.qk_norm == "full":
             self.q_norm = SplitNorm(self.num_heads * self.head_dim)
             self.k_norm = SplitNorm(self.num_key_value_heads * self.head_dim)
@@ -149,6 +149,10 @@ class GatherMoeAttention(nn.Module):
         out, weights = self._attend(q, k, v, inputs)
         return self.o_proj(out.flatten(2)), weights
 
+    def qk_norm_weights(self) -> list[Tensor]:
+        """The weights of the norms of q and k."""
+        return [self.q_norm.weight, self.k_norm.weight]
+
     def _project(self, x: Tensor, qk_norm: QkNormWeights | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, S, D] -> q [B, h, S, K], k and v [B, g, S, K], normalised and clipped."""
         group: ProcessGroup | None = self.mesh.kv_group
@@ -159,22 +163,22 @@ class GatherMoeAttention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         if self.config.qk_norm == "head":
             eps = self.config.rms_norm_eps
-            weights = qk_norm or QkNormWeights(self.q_norm.weight, self.k_norm.weight)
+            weights = qk_norm or QkNormWeights(*self.qk_norm_weights())
             q, k = rms_norm(q, weights.q, eps=eps), rms_norm(k, weights.k, eps=eps)
         if self.config.clip_qkv is not None:
             q, k, v = (part.clamp(-self.config.clip_qkv, self.config.clip_qkv) for part in (q, k, v))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _normalise_full_width(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        config, tp = self.config, self.mesh.layout.tp
+        sizes, tp = self.config.sizes, self.mesh.layout.tp
         [k_weight] = sum_gradients([self.k_norm.weight], self.mesh.kv_group)
         return split_rms_norms(
             (q, k),
             (self.q_norm.weight, k_weight),
-            full_widths=(config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim),
+            full_widths=(sizes.num_attention_heads * self.head_dim, sizes.num_key_value_heads * self.head_dim),
             # Where ranks share a key-value head, each one's copy counts for its part only.
-            shares=(1.0, min(config.num_key_value_heads / tp, 1.0)),
-            eps=config.rms_norm_eps,
+            shares=(1.0, min(sizes.num_key_value_heads / tp, 1.0)),
+            eps=self.config.rms_norm_eps,
             group=self.mesh.group,
         )
 

@@ -14,6 +14,8 @@ def build_model(
 ) -> GatherMoeForCausalLM:
     """This rank's shard of a freshly initialised model, in training mode."""
     with no_init_weights():
-        model = GatherMoeForCausalLM(config, mesh=mesh).to(dtype)
+        model = GatherMoeForCausalLM(config, mesh=mesh)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     initialise(model, config=config, mesh=mesh, seed=seed)
     return model.train()

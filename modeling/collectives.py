@@ -1,4 +1,4 @@
-"""Communication with a backward: each function's gradient is its conjugate collective (Korthikanti et al., 2205.05198, §4.2).
+"""Communication with a backward: the gradient of each function is its conjugate collective (2205.05198, §4.2).
 
 Every function takes the group last and is the identity for `group=None`, the group of one rank. Inputs are made
 contiguous: gloo silently mixes up the elements of others.
@@ -30,7 +30,7 @@ def sum_over_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def total_over_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum of all ranks' x, from which every rank derives the same scalar. Backward: that scalar's gradient, unsummed."""
+    """Sum of all ranks' x, from which every rank derives the same scalar. Backward: its gradient as it is, unsummed."""
     return x if group is None else _TotalOverGroup.apply(x, group)
 
 

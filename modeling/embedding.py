@@ -1,13 +1,13 @@
 """Token embedding and language-model head, their rows (the vocabulary) split over the group and padded to fit."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .linear import linear
-from .loss import TokenLosses, Vocabulary, vocab_parallel_losses
+from .loss import Vocabulary, vocab_parallel_losses
 from .mesh import ParallelMesh
 
 
@@ -49,8 +49,8 @@ class VocabularyHead(nn.Linear):
         super().__init__(hidden_size, self.part.num_rows, bias=False)
         self.group = mesh.group
 
-    def forward(self, x: Tensor, *, targets: Tensor | None = None, z_coef: float = 0.0) -> Tensor | TokenLosses:
-        """x [..., D] -> logits [..., v] of the rows here; with targets [...], the sums of the losses instead."""
+    def forward(self, x: Tensor, *, targets: Tensor | None = None, z_coef: float = 0.0) -> Any:
+        """x [..., D] -> logits [..., v] of the rows here; with targets [...], the TokenLosses instead."""
         if targets is None:
             return linear(x, self.weight)
         vocabulary = Vocabulary(self.part.first, self.part.num_real, self.group)

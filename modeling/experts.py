@@ -1,4 +1,4 @@
-"""The experts this rank holds, applied to all tokens of the group: sort the rows by expert, three grouped products, sum.
+"""The experts this rank holds, applied to all tokens of the group: sort rows by expert, grouped products, sum.
 
 One autograd Function, written against three operations that a backend provides. It keeps the gathered tokens and the
 gate and up products, rebuilds rows and activations in the backward, and saves parameters rather than views of them,

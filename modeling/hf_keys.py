@@ -3,7 +3,7 @@
 import re
 from typing import Any, NamedTuple
 
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 STOCK_TYPES = ("mixtral", "qwen3_moe", "olmoe")
 
@@ -20,7 +20,7 @@ class FileTensor(NamedTuple):
     half: int | None = None
 
 
-def expert_weight_conversions() -> list[WeightConverter]:
+def expert_weight_conversions() -> list[WeightConverter | WeightRenaming]:
     """What transformers' loader has to know: stack the experts, and put gate before up."""
     return [
         WeightConverter(

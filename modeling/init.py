@@ -7,20 +7,20 @@ transform in float64.
 
 import hashlib
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .config import GatherMoeConfig
 from .mesh import ParallelMesh
 from .shard_table import Shard, ShardTable
 
 CHUNK = 2**22  # elements drawn at a time, to bound the memory for counters
 
 
-def initialise(model: nn.Module, *, config: Any, mesh: ParallelMesh, seed: int) -> None:
+def initialise(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelMesh, seed: int) -> None:
     """Fill every parameter of `model` in place: norms with 1, all else normal with `initializer_range`."""
-    table = ShardTable(mesh.layout, config.num_key_value_heads, config.qk_norm)
+    table = shard_table(config, mesh)
     for name, full_shape in full_shapes(model, config=config, table=table).items():
         shard = table.shard(name, full_shape, group_rank=mesh.group_rank)
         parameter = model.get_parameter(name)
@@ -31,7 +31,12 @@ def initialise(model: nn.Module, *, config: Any, mesh: ParallelMesh, seed: int) 
                 fill_normal(parameter, name=name, shard=shard, seed=seed, std=config.initializer_range)
 
 
-def full_shapes(model: nn.Module, *, config: Any, table: ShardTable) -> dict[str, tuple[int, ...]]:
+def shard_table(config: GatherMoeConfig, mesh: ParallelMesh) -> ShardTable:
+    """The shard table of a model of this configuration on this mesh."""
+    return ShardTable(mesh.layout, config.sizes.num_key_value_heads, config.qk_norm)
+
+
+def full_shapes(model: nn.Module, *, config: GatherMoeConfig, table: ShardTable) -> dict[str, tuple[int, ...]]:
     """The whole shape of every parameter, by name, from the local ones and the table; tied ones once."""
     shapes = {}
     for name, parameter in model.named_parameters():

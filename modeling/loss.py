@@ -119,7 +119,7 @@ def _chunk_losses(x_cD: Tensor, weight_vD: Tensor, targets_c: Tensor, vocabulary
 
 
 def _chunk_gradient(losses: _ChunkLosses, z_coef: float) -> Tensor:
-    """d(nll + z_coef * z) / d(logits) = p * (1 + 2 * z_coef * log Z) - onehot(target); reuses the probabilities' memory."""
+    """d(nll + z_coef * z) / d(logits) = p * (1 + 2 * z_coef * log Z) - onehot(target), in the probabilities' memory."""
     grad_cv = losses.probs_cv
     if z_coef:
         grad_cv *= (1 + 2 * z_coef * losses.log_partition_c)[:, None]

@@ -1,4 +1,4 @@
-"""The process groups of one rank: its group (tensor and expert parallel), its data-parallel peers, its key-value twins."""
+"""The process groups of one rank: its tensor- and expert-parallel group, data-parallel peers, key-value twins."""
 
 from dataclasses import dataclass
 from functools import cached_property

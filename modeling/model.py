@@ -5,7 +5,7 @@ with its loader, so that code which travels with a checkpoint needs nothing else
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers import initialization as hf_init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.generation import GenerationMixin
+from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -26,38 +25,24 @@ from .attention import (
     BY_MASK,
     AttentionInputs,
     GatherMoeAttention,
-    QkNormWeights,
     check_isolation,
     document_positions,
     eager_attention,
     find_documents,
 )
-from .collectives import gather_tokens, scatter_tokens, sum_gradients, total_over_group
+from .collectives import gather_tokens, scatter_tokens, total_over_group
 from .config import GatherMoeConfig
+from .decoder import GatherMoeDecoderLayer, TokenPlace
 from .embedding import VocabularyEmbedding, VocabularyHead
 from .experts import GatherMoeExperts
 from .hf_keys import expert_weight_conversions
 from .loss import IGNORED, auxiliary_losses
 from .mesh import ParallelMesh, one_rank_mesh
-from .moe import GatherMoeMlp, GatherMoeSparseBlock
 from .norm import RmsNorm
 from .rope import rotary_tables
-from .router import GatherMoeRouter, RouterStatistics, router_statistics
+from .router import GatherMoeRouter, RouterStatistics
 
 DocumentStarts = tuple[tuple[int, ...], ...]
-
-
-class TokenPlace(NamedTuple):
-    """Where the tokens of this rank lie in the batch of B sequences.
-
-    sequence_of_token_t  [t] int64
-    token_mask_t         [t] bool, False for padding; None where there is none
-    """
-
-    num_sequences: int
-    block_size: int
-    sequence_of_token_t: Tensor
-    token_mask_t: Tensor | None
 
 
 @dataclass
@@ -81,60 +66,6 @@ class GatherMoeCausalLMOutput(MoeCausalLMOutputWithPast):
     lm_loss: Tensor | None = None
     z_loss: Tensor | None = None
     expert_counts: Tensor | None = None
-
-
-class GatherMoeDecoderLayer(GradientCheckpointingLayer):
-    """Attention and feed-forward with their norms; under a mesh each gathers the tokens and scatters the sums."""
-
-    # ZeRO-3 fetches all of a block's parameters at once. Otherwise it would fetch per submodule, in an order that the
-    # functional use of the norms and the router does not follow.
-    _z3_leaf = True
-
-    def __init__(self, config: GatherMoeConfig, *, layer_idx: int, mesh: ParallelMesh) -> None:
-        super().__init__()
-        self.config, self.mesh = config, mesh
-        self.self_attn = GatherMoeAttention(config, layer_idx=layer_idx, mesh=mesh)
-        self.mlp: nn.Module
-        if config.is_sparse(layer_idx):
-            self.mlp = GatherMoeSparseBlock(config, mesh=mesh)
-        else:
-            self.mlp = GatherMoeMlp(config, mesh=mesh)
-        self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self, hidden_states: Tensor, *, inputs: AttentionInputs, place: TokenPlace
-    ) -> tuple[Tensor, RouterStatistics | None]:
-        """hidden_states [B, S, D] on one process, [t, D] under a mesh -> the same, and the router's sums."""
-        group, shape = self.mesh.group, hidden_states.shape
-        norm_in, norm_post, *rest = self._shared_weights()
-        normed = gather_tokens(self.input_layernorm(hidden_states, weight=norm_in), group)
-        normed = normed.view(place.num_sequences, place.block_size, -1)
-        qk_norm = QkNormWeights(*rest[:2]) if self.config.qk_norm == "head" else None
-        attended, _ = self.self_attn(normed, inputs, qk_norm)
-        if group is not None:
-            attended = scatter_tokens(attended.flatten(0, 1), group)
-        x = hidden_states + attended
-        normed = self.post_attention_layernorm(x, weight=norm_post).view(-1, shape[-1])
-        if isinstance(self.mlp, GatherMoeMlp):
-            return x + self.mlp(normed).view(shape), None
-        out, routing = self.mlp(normed, router_weight=rest[-1], token_mask_t=place.token_mask_t)
-        statistics = router_statistics(
-            routing,
-            sequence_of_token_t=place.sequence_of_token_t,
-            num_sequences=place.num_sequences,
-            token_mask_t=place.token_mask_t,
-        )
-        return x + out.view(shape), statistics
-
-    def _shared_weights(self) -> list[Tensor]:
-        """The weights every rank holds, their gradients summed in one all-reduce: norms, q and k norms, router."""
-        weights = [self.input_layernorm.weight, self.post_attention_layernorm.weight]
-        if self.config.qk_norm == "head":
-            weights += [self.self_attn.q_norm.weight, self.self_attn.k_norm.weight]
-        if isinstance(self.mlp, GatherMoeSparseBlock):
-            weights.append(self.mlp.gate.weight)
-        return sum_gradients(weights, self.mesh.group)
 
 
 class GatherMoePreTrainedModel(PreTrainedModel):
@@ -164,7 +95,11 @@ class GatherMoePreTrainedModel(PreTrainedModel):
         elif isinstance(module, GatherMoeRouter):
             hf_init.normal_(module.weight, mean=0.0, std=std)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    mesh: ParallelMesh
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """Recompute every block in the backward; under a mesh only the non-reentrant way."""
         options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
         if options["use_reentrant"] and self.mesh.group is not None:
@@ -172,7 +107,7 @@ class GatherMoePreTrainedModel(PreTrainedModel):
                 "use_reentrant=True is not supported under a mesh: reentrant checkpointing cannot be combined with "
                 "collectives in the block; use use_reentrant=False"
             )
-        super().gradient_checkpointing_enable(options)
+        super().gradient_checkpointing_enable(options, **kwargs)
 
 
 class GatherMoeModel(GatherMoePreTrainedModel):
@@ -334,6 +269,7 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden, group = outputs.last_hidden_state, self.mesh.group
+        assert hidden is not None
         with_logits = output_logits if output_logits is not None else group is None
         if with_logits and group is not None:
             raise ValueError(
@@ -352,30 +288,32 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         )
         if labels is not None or shift_labels is not None:
             targets = shift_labels if shift_labels is not None else _shift(labels)
-            self._add_losses(result, outputs, targets, num_items_in_batch, num_tokens_in_batch)
+            self._add_losses(
+                result, hidden, outputs.router_statistics, targets, (num_items_in_batch, num_tokens_in_batch)
+            )
         return result
 
     def _add_losses(
         self,
         result: GatherMoeCausalLMOutput,
-        outputs: GatherMoeModelOutput,
+        hidden: Tensor,
+        router_statistics: list[RouterStatistics],
         targets: Tensor,
-        num_items: Tensor | int | None,
-        num_tokens: Tensor | int | None,
+        counts_of_batch: tuple[Tensor | int | None, Tensor | int | None],
     ) -> None:
         """Fill in the losses, each a sum over this group's tokens divided by a count over the whole batch."""
-        config = self.config
+        config, (num_items, num_tokens) = self.config, counts_of_batch
         num_targets = (targets != IGNORED).sum()
         items = (num_targets if num_items is None else torch.as_tensor(num_items, device=targets.device)).clamp(min=1)
         if result.logits is not None and result.logits.shape[:2] == targets.shape:
             total, nll = _losses_of_logits(result.logits, targets, z_coef=config.logits_z_loss_coef)
         else:
-            hidden = gather_tokens(outputs.last_hidden_state, self.mesh.group)
+            hidden = gather_tokens(hidden, self.mesh.group)
             total, nll, _ = self.lm_head(hidden, targets=targets, z_coef=config.logits_z_loss_coef)
         result.loss, result.lm_loss = total / items, nll.detach() / items
-        if not outputs.router_statistics or not self.training:
+        if not router_statistics or not self.training:
             return
-        statistics = _totals(outputs.router_statistics, self)
+        statistics = _totals(router_statistics, self)
         auxiliary = auxiliary_losses(statistics, num_active=config.num_experts_per_tok, scope=config.balance_scope)
         result.expert_counts = torch.stack([layer.counts_BE.sum(0) for layer in statistics])
         if num_tokens is None:

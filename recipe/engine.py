@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
-from modeling.init import full_shapes
+from modeling.init import full_shapes, shard_table
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
-from modeling.shard_table import ShardTable
 
 
 class MicroBatch(Protocol):
@@ -116,7 +115,7 @@ def tag_parameters(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelM
     Of a key-value head that several ranks hold, only the first copy is tagged: DeepSpeed counts untagged parameters
     on the group's first rank only, which always holds a first copy itself.
     """
-    table = ShardTable(mesh.layout, config.num_key_value_heads, config.qk_norm)
+    table = shard_table(config, mesh)
     for name, shape in full_shapes(model, config=config, table=table).items():
         shard = table.shard(name, shape, group_rank=mesh.group_rank)
         if not shard.is_replicated and shard.replica == 0:
@@ -124,7 +123,7 @@ def tag_parameters(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelM
 
 
 def build_optimizer(model: nn.Module, options: AdamOptions) -> torch.optim.AdamW:
-    """AdamW over all trainable parameters, matrices with weight decay and norms without; ValueError if there are none."""
+    """AdamW over all trainable parameters, weight decay on matrices alone; ValueError if there are none."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient, so there is nothing to train")
