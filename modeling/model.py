@@ -5,7 +5,7 @@ with its loader, so that code which travels with a checkpoint needs nothing else
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,13 @@ from .rope import rotary_tables
 from .router import GatherMoeRouter, RouterStatistics
 
 DocumentStarts = tuple[tuple[int, ...], ...]
+
+
+class BatchCounts(NamedTuple):
+    """What losses are divided by, over the whole batch that one optimizer step sees; None: over the call's own."""
+
+    items: Tensor | int | None
+    tokens: Tensor | int | None
 
 
 @dataclass
@@ -288,9 +295,8 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         )
         if labels is not None or shift_labels is not None:
             targets = shift_labels if shift_labels is not None else _shift(labels)
-            self._add_losses(
-                result, hidden, outputs.router_statistics, targets, (num_items_in_batch, num_tokens_in_batch)
-            )
+            counts = BatchCounts(num_items_in_batch, num_tokens_in_batch)
+            self._add_losses(result, hidden, outputs.router_statistics, targets, counts)
         return result
 
     def _add_losses(
@@ -299,12 +305,12 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         hidden: Tensor,
         router_statistics: list[RouterStatistics],
         targets: Tensor,
-        counts_of_batch: tuple[Tensor | int | None, Tensor | int | None],
+        counts: BatchCounts,
     ) -> None:
         """Fill in the losses, each a sum over this group's tokens divided by a count over the whole batch."""
-        config, (num_items, num_tokens) = self.config, counts_of_batch
-        num_targets = (targets != IGNORED).sum()
-        items = (num_targets if num_items is None else torch.as_tensor(num_items, device=targets.device)).clamp(min=1)
+        config, num_targets = self.config, (targets != IGNORED).sum()
+        num_items = num_targets if counts.items is None else torch.as_tensor(counts.items, device=targets.device)
+        items = num_items.clamp(min=1)
         if result.logits is not None and result.logits.shape[:2] == targets.shape:
             total, nll = _losses_of_logits(result.logits, targets, z_coef=config.logits_z_loss_coef)
         else:
@@ -316,13 +322,15 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         statistics = _totals(router_statistics, self)
         auxiliary = auxiliary_losses(statistics, num_active=config.num_experts_per_tok, scope=config.balance_scope)
         result.expert_counts = torch.stack([layer.counts_BE.sum(0) for layer in statistics])
-        if num_tokens is None:
+        if counts.tokens is None:
             # A batch that is cut in several calls: this call's share of the targets stands for its share of tokens.
             here = result.expert_counts[0].sum() / config.num_experts_per_tok
             tokens = here * items / num_targets.clamp(min=1)
         else:
-            tokens = torch.as_tensor(num_tokens, device=targets.device)
-        balance, z = auxiliary.balance / tokens.clamp(min=1), auxiliary.z / tokens.clamp(min=1)
+            tokens = torch.as_tensor(counts.tokens, device=targets.device)
+        # A batch without any target teaches nothing, the router included.
+        share = (num_items > 0) / tokens.clamp(min=1)
+        balance, z = auxiliary.balance * share, auxiliary.z * share
         if config.router_aux_loss_coef:
             result.loss = result.loss + config.router_aux_loss_coef * balance
         if config.router_z_loss_coef:
