@@ -127,14 +127,14 @@ def _chunk_gradient(losses: _ChunkLosses, z_coef: float) -> Tensor:
 
 
 class AuxiliaryLosses(NamedTuple):
-    """Sums over valid tokens; divide by the number of valid tokens of the whole batch for the mean."""
+    """Sums over valid tokens, one per MoE layer [L]; divide by the number of valid tokens of the batch for means."""
 
-    balance: Tensor
-    z: Tensor
+    balance_L: Tensor
+    z_L: Tensor
 
 
 def auxiliary_losses(statistics: list[RouterStatistics], *, num_active: int, scope: str) -> AuxiliaryLosses:
-    """The balance loss and the router's z-loss, mean over the MoE layers, from sums over the whole group.
+    """The balance loss and the router's z-loss of every MoE layer, from sums over the whole group.
 
     Per layer and scope (a sequence, or the micro-batch) the balance loss is E * sum_i f_i * P_i, with f_i the choices
     of expert i per valid token and P_i its mean probability (2101.03961, eq. 4-6; f sums to A here, as transformers
@@ -145,8 +145,8 @@ def auxiliary_losses(statistics: list[RouterStatistics], *, num_active: int, sco
     probs_LBE = torch.stack([layer.probs_BE for layer in statistics])
     if scope == "micro_batch":
         counts_LBE, probs_LBE = counts_LBE.sum(1, keepdim=True), probs_LBE.sum(1, keepdim=True)
-    num_experts = counts_LBE.shape[-1]
     tokens_LB = counts_LBE.sum(-1) / num_active
+    num_experts = counts_LBE.shape[-1]
     balance_LB = num_experts * (counts_LBE * probs_LBE).sum(-1) / tokens_LB.clamp(min=1.0)
     z_LB = torch.stack([layer.z_B for layer in statistics])
-    return AuxiliaryLosses(balance_LB.sum(1).mean(), z_LB.sum(1).mean())
+    return AuxiliaryLosses(balance_LB.sum(1), z_LB.sum(1))

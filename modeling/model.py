@@ -4,8 +4,7 @@ Importing this file registers the classes with transformers' Auto classes and th
 with its loader, so that code which travels with a checkpoint needs nothing else.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,6 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -39,40 +37,11 @@ from .hf_keys import expert_weight_conversions
 from .loss import IGNORED, auxiliary_losses
 from .mesh import ParallelMesh, one_rank_mesh
 from .norm import RmsNorm
+from .outputs import BatchCounts, GatherMoeCausalLMOutput, GatherMoeModelOutput, TokenSums
 from .rope import rotary_tables
 from .router import GatherMoeRouter, RouterStatistics
 
 DocumentStarts = tuple[tuple[int, ...], ...]
-
-
-class BatchCounts(NamedTuple):
-    """What losses are divided by, over the whole batch that one optimizer step sees; None: over the call's own."""
-
-    items: Tensor | int | None
-    tokens: Tensor | int | None
-
-
-@dataclass
-class GatherMoeModelOutput(MoeModelOutputWithPast):
-    """`router_statistics`: per MoE layer, sums over this rank's valid tokens."""
-
-    router_statistics: Any = None
-
-
-@dataclass
-class GatherMoeCausalLMOutput(MoeCausalLMOutputWithPast):
-    """The stock output, with the parts of the loss.
-
-    loss           what is differentiated: lm_loss + coefficients times the others (in training mode)
-    lm_loss        cross-entropy in nats over the targets, without any auxiliary term
-    aux_loss       balance loss, mean over MoE layers, without its coefficient
-    z_loss         router z-loss, likewise
-    expert_counts  [L_moe, E] valid choices per expert, over the whole group's micro-batch
-    """
-
-    lm_loss: Tensor | None = None
-    z_loss: Tensor | None = None
-    expert_counts: Tensor | None = None
 
 
 class GatherMoePreTrainedModel(PreTrainedModel):
@@ -317,25 +286,27 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
             hidden = gather_tokens(hidden, self.mesh.group)
             total, nll, _ = self.lm_head(hidden, targets=targets, z_coef=config.logits_z_loss_coef)
         result.loss, result.lm_loss = total / items, nll.detach() / items
+        none = nll.new_zeros(0)
+        result.sums = TokenSums(nll.detach(), none, none, none)
         if not router_statistics or not self.training:
             return
         statistics = _totals(router_statistics, self)
         auxiliary = auxiliary_losses(statistics, num_active=config.num_experts_per_tok, scope=config.balance_scope)
-        result.expert_counts = torch.stack([layer.counts_BE.sum(0) for layer in statistics])
+        expert_counts = torch.stack([layer.counts_BE.sum(0) for layer in statistics])
         if counts.tokens is None:
             # A batch that is cut in several calls: this call's share of the targets stands for its share of tokens.
-            here = result.expert_counts[0].sum() / config.num_experts_per_tok
-            tokens = here * items / num_targets.clamp(min=1)
+            tokens = expert_counts[0].sum() / config.num_experts_per_tok * items / num_targets.clamp(min=1)
         else:
             tokens = torch.as_tensor(counts.tokens, device=targets.device)
         # A batch without any target teaches nothing, the router included.
         share = (num_items > 0) / tokens.clamp(min=1)
-        balance, z = auxiliary.balance * share, auxiliary.z * share
+        balance, z = auxiliary.balance_L.mean() * share, auxiliary.z_L.mean() * share
         if config.router_aux_loss_coef:
             result.loss = result.loss + config.router_aux_loss_coef * balance
         if config.router_z_loss_coef:
             result.loss = result.loss + config.router_z_loss_coef * z
         result.aux_loss, result.z_loss = balance.detach(), z.detach()
+        result.sums = TokenSums(nll.detach(), auxiliary.balance_L.detach(), auxiliary.z_L.detach(), expert_counts)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' generate, for a model that lives on one process."""

@@ -6,7 +6,7 @@ checkpoints no other file imports deepspeed.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -82,18 +82,24 @@ class Mpu:
         return 0
 
 
-class StepResult(NamedTuple):
-    """One optimizer step, the same on every rank.
+class LossSums(NamedTuple):
+    """Sums over this group's tokens of one or more micro-batches, on the device and without any gradient.
 
-    Losses are means over the whole global batch, in nats and without coefficients; tensors, so that reading them (and
-    waiting for the device) is the caller's choice.
+    nll            []         negative log-likelihoods over the targets, in nats
+    balance_L      [L_moe]    balance losses over valid tokens, per layer
+    z_L            [L_moe]    router z-losses over valid tokens, per layer
+    expert_counts  [L_moe, E] choices of each expert
     """
 
-    lm_loss: Tensor
-    aux_loss: Tensor | None
-    z_loss: Tensor | None
-    expert_counts: Tensor | None  # [L_moe, E] choices of each expert in the global batch
-    grad_norm: float  # before clipping
+    nll: Tensor
+    balance_L: Tensor
+    z_L: Tensor
+    expert_counts: Tensor
+
+
+class StepCounts(NamedTuple):
+    """Targets and valid tokens of a whole global batch."""
+
     num_targets: int
     num_tokens: int
 
@@ -175,30 +181,44 @@ class Engine:
         """Steps that DeepSpeed left out because their norm was not a number."""
         return self.ds.skipped_steps
 
-    def train_step(self, micro_batches: list[MicroBatch], *, learning_rate: float) -> StepResult:
-        """Forward and backward of every micro-batch, then one optimizer step with `learning_rate`."""
+    def count(self, micro_batches: Sequence[MicroBatch]) -> StepCounts:
+        """Targets and valid tokens of the global batch, which must be known before its first forward."""
+        targets = sum(m.num_targets for m in micro_batches)
+        tokens = sum(m.input_ids.numel() if m.token_mask is None else int(m.token_mask.sum()) for m in micro_batches)
+        counts = torch.tensor([targets, tokens], dtype=torch.int64, device=self.ds.device)
+        dist.all_reduce(counts, group=self.mesh.dp_group)
+        return StepCounts(*counts.tolist())
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], *, counts: StepCounts) -> LossSums:
+        """Forward and backward of all micro-batches of a step; afterwards the gradients are complete."""
         if len(micro_batches) != self.accumulation:
             raise ValueError(
                 f"{len(micro_batches)} micro-batches were given, but gradient_accumulation_steps={self.accumulation}"
             )
         self.ds.train()
-        num_targets, num_tokens = self._count(micro_batches)
-        sums = _Sums()
-        for micro_batch in micro_batches:
+        sums: list[LossSums] = []
+        for i, micro_batch in enumerate(micro_batches):
+            if i:
+                self.ds.step()  # between micro-batches it only counts
             output = self.ds(
-                **self._inputs(micro_batch), num_items_in_batch=num_targets, num_tokens_in_batch=num_tokens
+                **self._inputs(micro_batch),
+                num_items_in_batch=counts.num_targets,
+                num_tokens_in_batch=counts.num_tokens,
             )
             # DeepSpeed divides by the accumulation count and averages over dp; the loss is already a share of the
             # global mean, so undo both.
             self.ds.backward(output.loss * (self.accumulation * self.mesh.layout.dp))
-            sums.add(output)
-            if micro_batch is micro_batches[-1]:
-                plain_norm = self._plain_gradient_norm()
-                self._set_learning_rate(learning_rate)
-            self.ds.step()
+            sums.append(LossSums(*output.sums))
+        return LossSums(*(torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)))
+
+    def update(self, *, learning_rate: float) -> float:
+        """Clip, take one optimizer step with `learning_rate`, and return the gradient norm before clipping."""
+        for group in self.ds.optimizer.param_groups:
+            group["lr"] = learning_rate
+        plain_norm = self._plain_gradient_norm()
+        self.ds.step()
         norm = self.ds.get_global_grad_norm()
-        grad_norm = plain_norm if norm is None else float(norm)
-        return sums.result(self.mesh, grad_norm=grad_norm, num_targets=num_targets, num_tokens=num_tokens)
+        return plain_norm if norm is None else float(norm)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Evaluation:
@@ -206,8 +226,8 @@ class Engine:
         self.ds.eval()
         nll, num_targets = torch.zeros((), dtype=torch.float64), 0
         for micro_batch in micro_batches:
-            output = self.ds(**self._inputs(micro_batch), num_items_in_batch=1, output_logits=False)
-            nll += output.lm_loss.double().cpu()
+            output = self.ds(**self._inputs(micro_batch), output_logits=False)
+            nll += output.sums.nll.double().cpu()
             num_targets += micro_batch.num_targets
         self.ds.train()
         totals = torch.stack([nll, torch.tensor(num_targets, dtype=torch.float64)]).to(self.ds.device)
@@ -227,19 +247,6 @@ class Engine:
             inputs["attention_mask"] = micro_batch.token_mask.to(device, non_blocking=True)
         return inputs
 
-    def _count(self, micro_batches: list[MicroBatch]) -> tuple[int, int]:
-        """Targets and valid tokens of the whole global batch, known before the first forward."""
-        targets = sum(m.num_targets for m in micro_batches)
-        tokens = sum(m.input_ids.numel() if m.token_mask is None else int(m.token_mask.sum()) for m in micro_batches)
-        counts = torch.tensor([targets, tokens], dtype=torch.int64, device=self.ds.device)
-        dist.all_reduce(counts, group=self.mesh.dp_group)
-        num_targets, num_tokens = counts.tolist()
-        return num_targets, num_tokens
-
-    def _set_learning_rate(self, learning_rate: float) -> None:
-        for group in self.ds.optimizer.param_groups:
-            group["lr"] = learning_rate
-
     def _plain_gradient_norm(self) -> float:
         """The global norm where DeepSpeed keeps none (stage 0 in float32); 0.0 elsewhere, where it is not needed."""
         if self.zero_stage > 0 or hasattr(self.ds.optimizer, "_global_grad_norm"):
@@ -251,36 +258,6 @@ class Engine:
                 square += parameter.grad.double().square().sum()
         dist.all_reduce(square, group=self.mesh.tp_group)
         return math.sqrt(square.item())
-
-
-class _Sums:
-    """Adds up what the micro-batches report, on the device."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, Tensor] = {}
-
-    def add(self, output: Any) -> None:
-        for name in ("lm_loss", "aux_loss", "z_loss", "expert_counts"):
-            value = getattr(output, name)
-            if value is not None:
-                value = value.detach().double()
-                self._parts[name] = self._parts[name] + value if name in self._parts else value
-
-    def result(self, mesh: ParallelMesh, *, grad_norm: float, num_targets: int, num_tokens: int) -> StepResult:
-        """Sum over the dp ranks in one all-reduce; the ranks of a group have the same numbers already."""
-        flat = torch.cat([part.flatten() for part in self._parts.values()])
-        dist.all_reduce(flat, group=mesh.dp_group)
-        split = flat.split([part.numel() for part in self._parts.values()])
-        totals = {name: s.view_as(p) for s, (name, p) in zip(split, self._parts.items(), strict=True)}
-        return StepResult(
-            lm_loss=totals["lm_loss"],
-            aux_loss=totals.get("aux_loss"),
-            z_loss=totals.get("z_loss"),
-            expert_counts=totals.get("expert_counts"),
-            grad_norm=grad_norm,
-            num_targets=num_targets,
-            num_tokens=num_tokens,
-        )
 
 
 def _check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,234 @@
+"""Reads the command line, an argument file and the "arguments" block of a DeepSpeed JSON into one `Arguments`.
+
+The command line wins over the argument file, and that over the block: the block holds defaults, not opinions.
+Every fault is collected and raised in one message.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from recipe.config_files import ARGUMENT_FILE_SUFFIXES, load_argument_file, load_ds_config
+from recipe.flags import Arguments, FlagSpec, flag_specs
+
+__all__ = ["Arguments", "parse_arguments"]
+
+DS_CONFIG_ALIASES = ("ds_config", "deepspeed", "deepspeed_config")
+
+# Flags people bring along from other trainers that cannot hold here, and what to do instead.
+REFUSED_FLAGS = {
+    "fp16": "float16 needs loss scaling, which the router and the losses here do not have; use --bf16",
+    "do_train": "a run always trains; leave it out",
+    "do_eval": "evaluation always follows training; --eval_steps adds more of it",
+    "eval_strategy": "use --eval_steps N, or 0 for the end only",
+    "save_strategy": "use --save_steps N, or 0 for the end only",
+    "logging_strategy": "use --logging_steps N",
+    "warmup_ratio": "give --warmup_steps a value below 1, which means a share of the run",
+    "optim": "the optimizer is AdamW",
+    "trust_remote_code": "code from a checkpoint is never run here",
+    "torch_dtype": "use --bf16, or leave it out for float32",
+}
+
+
+@dataclass
+class _Collected:
+    """Raw values by flag, the place each came from, and what was wrong on the way."""
+
+    specs: Mapping[str, FlagSpec]
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    all_files_read: bool = True
+
+    def lay_under(self, layer: Mapping[str, Any], *, place: str) -> None:
+        """Add the flags of a layer that no higher layer has set; `place` reads like "on the command line"."""
+        for name, value in self._with_one_ds_config(layer, place=place).items():
+            fault = self._name_fault(name, place=place)
+            if fault:
+                self.faults.append(fault)
+            elif name not in self.values:
+                self.values[name], self.places[name] = value, place
+
+    def _with_one_ds_config(self, layer: Mapping[str, Any], *, place: str) -> dict[str, Any]:
+        """The layer with the DeepSpeed file under `ds_config`, whichever of its names it was given by."""
+        paths = {name: layer[name] for name in DS_CONFIG_ALIASES if name in layer}
+        rest = {name: value for name, value in layer.items() if name not in paths}
+        if len(set(map(str, paths.values()))) > 1:
+            given = ", ".join(f"--{name} {path}" for name, path in paths.items())
+            self.faults.append(f"two DeepSpeed files are given {place}: {given}; keep one")
+        for name, path in paths.items():
+            if isinstance(path, str):
+                rest["ds_config"] = path
+            else:
+                self.faults.append(f"--{name} {place} must be the path of a JSON file, got {path!r}")
+        return rest
+
+    def _name_fault(self, name: str, *, place: str) -> str | None:
+        if name in self.specs:
+            return None
+        if name in REFUSED_FLAGS:
+            return f"--{name} {place} is not available: {REFUSED_FLAGS[name]}"
+        near = difflib.get_close_matches(name, [*self.specs, *DS_CONFIG_ALIASES], n=1, cutoff=0.6)
+        return f"--{name} {place} is unknown; " + (f"did you mean --{near[0]}?" if near else "--help lists all flags")
+
+
+class _Words(NamedTuple):
+    """flags: the words that follow each flag. files: argument files, which belong to no flag."""
+
+    flags: dict[str, list[str]]
+    files: list[str]
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """Typed flags from `argv` (default: the process's own).
+
+    Accepts one positional .json or .yaml argument file. ValueError lists every fault; --help prints and exits with 0.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    collected = _Collected(specs=flag_specs())
+    if "--help" in argv or "-h" in argv:
+        _help_parser(collected.specs).print_help()
+        raise SystemExit(0)
+    words = _scan(argv, faults=collected.faults)
+    collected.lay_under(_values(words.flags, collected=collected), place="on the command line")
+    for path in words.files:
+        _lay_file_under(path, collected=collected)
+    if len(words.files) > 1:
+        collected.faults.append(f"only one argument file can be read, got {', '.join(words.files)}")
+    _lay_block_under(collected)
+    arguments = _typed(collected)
+    # A file that could not be read may hold what seems to be missing, so combinations say nothing then.
+    faults = [*collected.faults, *(_combination_faults(arguments) if collected.all_files_read else ())]
+    if faults:
+        raise ValueError("these flags cannot be used:\n" + "\n".join(f"  - {fault}" for fault in faults))
+    return arguments
+
+
+def _scan(argv: list[str], *, faults: list[str]) -> _Words:
+    """Cut `--name value ...`, `--name=value` and a bare `--name` apart from the argument files.
+
+    Launchers put `--local_rank=0` first, so an argument file may stand anywhere outside a flag's values.
+    """
+    words = _Words({}, [])
+    open_flag: str | None = None  # the flag that the next plain word belongs to
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            if name in words.flags:
+                faults.append(f"--{name} is given twice on the command line")
+            words.flags[name] = [value] if equals else []
+            open_flag = None if equals else name
+        elif open_flag is not None:
+            words.flags[open_flag].append(word)
+        elif word.endswith(ARGUMENT_FILE_SUFFIXES):
+            words.files.append(word)
+        else:
+            faults.append(f"{word!r} belongs to no flag; an argument file must end in .json or .yaml")
+    return words
+
+
+def _values(flags: Mapping[str, list[str]], *, collected: _Collected) -> dict[str, Any]:
+    """One value per flag: its word, the list of its words, or true for a bare switch."""
+    values: dict[str, Any] = {}
+    for name, words in flags.items():
+        kind = collected.specs[name].kind if name in collected.specs else str
+        if not words and name == "deepspeed":
+            continue  # a bare --deepspeed says what is always true here
+        if not words and kind is not bool and (name in collected.specs or name in DS_CONFIG_ALIASES):
+            collected.faults.append(f"--{name} needs a value")
+        elif len(words) > 1 and kind is not tuple:
+            collected.faults.append(f"--{name} takes one value, got {' '.join(words)}")
+        else:
+            values[name] = words if kind is tuple else words[0] if words else "true"
+    return values
+
+
+def _lay_file_under(path: str, *, collected: _Collected) -> None:
+    try:
+        layer = load_argument_file(path)
+    except ValueError as error:
+        collected.faults.append(str(error))
+        collected.all_files_read = False
+        return
+    collected.lay_under(layer, place=f"in {path}")
+
+
+def _lay_block_under(collected: _Collected) -> None:
+    """The "arguments" block of the DeepSpeed JSON lies lowest."""
+    path = collected.values.get("ds_config")
+    if path is None:
+        return
+    try:
+        block = load_ds_config(path).get("arguments", {})
+    except ValueError as error:
+        collected.faults.append(str(error))
+        collected.all_files_read = False
+        return
+    place = f'in the "arguments" block of {path}'
+    if not isinstance(block, dict):
+        collected.faults.append(f'"arguments" in {path} must be an object of flags and values, got {block!r}')
+        return
+    for name in DS_CONFIG_ALIASES:
+        if name in block:
+            collected.faults.append(f"--{name} {place} would name another such file; give it on the command line")
+    collected.lay_under({k: v for k, v in block.items() if k not in DS_CONFIG_ALIASES}, place=place)
+
+
+def _typed(collected: _Collected) -> Arguments:
+    """The values that convert and respect their limits; a fault for each that does not."""
+    values: dict[str, Any] = {}
+    for name, raw in collected.values.items():
+        try:
+            values[name] = collected.specs[name].read(raw)
+        except ValueError as error:
+            collected.faults.append(f"--{name} {collected.places[name]}: {error}")
+    return Arguments(**values, given={name: collected.places[name] for name in values})
+
+
+def _combination_faults(arguments: Arguments) -> Iterator[str]:
+    """Flags that are fine alone but not together."""
+    a = arguments
+    if a.model_name_or_path is None and a.config_name is None:
+        yield "no model is named; give --config_name (a preset such as demo, or a config.json) or --model_name_or_path"
+    if a.model_name_or_path is not None and a.config_name is not None:
+        yield (
+            f"--model_name_or_path {a.model_name_or_path} and --config_name {a.config_name} both name a model; "
+            "keep the first to go on from its weights, the second to start from fresh ones"
+        )
+    if a.output_dir is None:
+        yield "no --output_dir is given; name the folder for logs and checkpoints"
+    if a.dataset_name is not None and a.train_file is not None:
+        yield f"--dataset_name {a.dataset_name} and --train_file {a.train_file} both name data; keep one"
+    if a.dataset_name is None and a.dataset_config_name is not None:
+        yield f"--dataset_config_name {a.dataset_config_name} needs --dataset_name"
+    if a.dataset_name is None and a.streaming:
+        yield "--streaming needs --dataset_name; files are read piece by piece anyway"
+    if a.max_steps == 0:
+        yield "--max_steps 0 trains nothing; give at least 1, or -1 to go by --num_train_epochs"
+    if a.max_steps < 0 and a.num_train_epochs <= 0:
+        yield f"--num_train_epochs {a.num_train_epochs} trains nothing; give more than 0, or --max_steps"
+    if a.overwrite_output_dir and a.resume_from_checkpoint is not None:
+        yield "--overwrite_output_dir deletes what --resume_from_checkpoint would read; keep one"
+
+
+def _help_parser(specs: Mapping[str, FlagSpec]) -> argparse.ArgumentParser:
+    """Used for its formatting of --help; the words themselves are read by `_scan`, which can list every fault."""
+    parser = argparse.ArgumentParser(
+        prog="run_pretrain.py",
+        description="Pretrain a Mixture-of-Experts language model with DeepSpeed.",
+        epilog='Flags may also stand in one .json or .yaml file, or in the DeepSpeed JSON under "arguments".',
+        usage="%(prog)s [ARGUMENTS.json|.yaml] [--ds_config X.json] [--flag value ...]",
+    )
+    groups: dict[str, Any] = {}
+    for spec in specs.values():
+        group = groups.setdefault(spec.group, None) or parser.add_argument_group(spec.group)
+        groups[spec.group] = group
+        shown = "" if spec.default in (None, (), {}) else f" (default: {spec.default})"
+        kind = "{" + ",".join(spec.choices) + "}" if spec.choices else spec.kind.__name__.upper()
+        metavar = {"TUPLE": "STR ...", "DICT": "KEY=VALUE,..."}.get(kind, kind)
+        group.add_argument(f"--{spec.name}", metavar=metavar, help=f"{spec.help}{shown}".replace("%", "%%"))
+    return parser

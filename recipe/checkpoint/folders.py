@@ -1,0 +1,120 @@
+"""The names inside a folder of checkpoints, and changes to it that may be cut short anywhere.
+
+A run can die between any two of these renames: what it leaves is either valid or put right by tidy().
+
+step-20/             a checkpoint; it appears under this name only when complete
+latest -> step-20    a relative link, replaced in one rename
+.staging-step-30/    a checkpoint being written
+.replaced-step-20/   the step-20 that a new step-20 is taking the place of
+.discarded-step-10/  a checkpoint being deleted
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from recipe.checkpoint.errors import CheckpointBrokenError
+from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, flush_folder, read_manifest
+
+CHECKPOINTS_NAME = "checkpoints"  # the folder of checkpoints in a run folder
+LATEST = "latest"
+_NEXT_LATEST = ".next-latest"
+_STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+class StepFolder(NamedTuple):
+    """A folder named like a checkpoint, complete or not."""
+
+    step: int
+    path: Path
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step-{step}"
+
+
+def staging_folder(root: Path, step: int) -> Path:
+    return root / f".staging-step-{step}"
+
+
+def step_in_name(path: Path) -> int | None:
+    """The N of a folder named step-N, None for any other name."""
+    match = _STEP_NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(root: Path) -> list[StepFolder]:
+    """Every step-N folder in `root`, broken ones too, by rising step number; empty where `root` does not exist."""
+    if not root.is_dir():
+        return []
+    found = [(step_in_name(path), path) for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
+    return sorted(StepFolder(step, path) for step, path in found if step is not None)
+
+
+def tidy(root: Path) -> None:
+    """Finish or undo what was left half done. For the run that owns `root`, between saves: it removes staging."""
+    if not root.is_dir():
+        return
+    for path in root.glob(".replaced-step-*"):
+        original = root / path.name.removeprefix(".replaced-")
+        if original.exists():
+            shutil.rmtree(path)
+        else:
+            path.rename(original)
+    for pattern in (".staging-step-*", ".discarded-step-*"):
+        for path in root.glob(pattern):
+            shutil.rmtree(path)
+    (root / _NEXT_LATEST).unlink(missing_ok=True)
+
+
+def publish(root: Path, step: int) -> None:
+    """Give the finished staging folder its name. An older checkpoint of the same step is set aside, for tidy()."""
+    target, replaced = step_folder(root, step), root / f".replaced-step-{step}"
+    if target.exists():
+        # Two renames, because a folder cannot be renamed over a full one. Dying between them, the old one is
+        # put back by tidy(); dying later, it is deleted there.
+        target.rename(replaced)
+    staging_folder(root, step).rename(target)
+    flush_folder(root)
+
+
+def point_latest(root: Path, step: int) -> None:
+    """Let `latest` name this step. A reader sees the old or the new target, never none."""
+    link = root / _NEXT_LATEST
+    link.unlink(missing_ok=True)
+    link.symlink_to(step_folder(root, step).name)
+    os.replace(link, root / LATEST)
+    flush_folder(root)
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint; a run killed half-way leaves no folder that still looks like one."""
+    doomed = path.with_name(f".discarded-{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def rotate(root: Path, *, keep: int, written: int) -> list[int]:
+    """Delete all but the newest `keep` checkpoints and return the steps of the deleted.
+
+    Newest by step number, whatever the names sort like and whenever the folders were touched. The step just `written`
+    stays in any case, and so does everything newer. A checkpoint with a file missing or cut short is not counted among
+    the `keep`; a step folder without a manifest was not made here and is left alone.
+    """
+    ours = [folder for folder in list_checkpoints(root) if (folder.path / MANIFEST_NAME).is_file()]
+    kept = [folder.step for folder in ours if _looks_whole(folder.path)][-keep:]
+    doomed = [folder for folder in ours if folder.step not in kept and folder.step < written]
+    for folder in doomed:
+        discard(folder.path)
+    return [folder.step for folder in doomed]
+
+
+def _looks_whole(path: Path) -> bool:
+    """Every file is there with its size; contents are not read, so that this is cheap after every save."""
+    try:
+        manifest: Manifest = read_manifest(path)
+    except CheckpointBrokenError:
+        return False
+    return next(file_faults(path, manifest, names=list(manifest.files), checksums=False), None) is None

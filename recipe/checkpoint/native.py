@@ -1,0 +1,56 @@
+"""DeepSpeed's own files inside a checkpoint, and beside them each rank's random states."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+
+from recipe.engine import Engine
+
+TAG = "deepspeed"
+RANK_FOLDER = "ranks"
+
+
+def save_native(engine: Engine, folder: Path) -> None:
+    """Write weights, optimizer state and this rank's random states below `folder`. Collective."""
+    engine.ds.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+    (folder / RANK_FOLDER).mkdir(exist_ok=True)
+    torch.save(_random_states(), _rank_file(folder, engine.mesh.rank))
+
+
+def load_native(engine: Engine, folder: Path) -> None:
+    """Put back what `save_native` wrote, for the same layout and ZeRO stage. Collective.
+
+    Raises RuntimeError where DeepSpeed finds nothing to load, which it reports by a warning only.
+    """
+    path, _ = engine.ds.load_checkpoint(str(folder), tag=TAG, load_module_strict=True)
+    if path is None:
+        raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / TAG}")
+    states = torch.load(_rank_file(folder, engine.mesh.rank), weights_only=False)
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def full_precision_shard(parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of a parameter under the engine, from the optimizer's float32 copy. Collective over dp."""
+    master = safe_get_full_fp32_param(parameter)
+    if master is None:
+        return parameter.detach()  # ZeRO 0 in float32 trains the parameter itself
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return master.detach().view(shape)
+
+
+def _random_states() -> dict[str, Any]:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _rank_file(folder: Path, rank: int) -> Path:
+    return folder / RANK_FOLDER / f"rank-{rank:05d}.pt"

@@ -1,0 +1,106 @@
+"""A folder that all ranks read is built once per file system, out of sight, and appears under its name when whole."""
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+from uuid import uuid4
+
+from recipe.data.together import on_every_rank, run_in_steps
+from recipe.ranks import Ranks
+
+LOCK_POLL_S = 0.1
+
+
+class _View(NamedTuple):
+    """What one rank sees."""
+
+    host: str
+    present: bool
+
+
+def build_once(folder: Path, build: Callable[[Path], Iterator[None]], *, ranks: Ranks, host: str | None = None) -> None:
+    """Make `folder` exist for every rank; `build` fills the empty folder it is given, in steps; collective.
+
+    The lowest rank that does not see the folder builds it; where hosts share no file system, the lowest rank of each
+    host that still misses it builds another, so `build` must give the same files everywhere. Other programs that want
+    the same folder wait for this one, or this one for them. `host` is this machine's name.
+    """
+    host = socket.gethostname() if host is None else host
+    for choose in (_first_rank, _first_rank_of_each_host):
+        views = ranks.gather(_View(host, folder.is_dir()))
+        builders = choose(views)
+        if builders:
+            run_in_steps(_build(folder, build) if ranks.rank in builders else None, ranks=ranks)
+    missing = [rank for rank, view in enumerate(ranks.gather(_View(host, folder.is_dir()))) if not view.present]
+    if missing:
+        raise RuntimeError(f"ranks {missing} do not see {folder} although it was built on their host")
+
+
+def discard(folder: Path, *, ranks: Ranks) -> None:
+    """Remove `folder` on every file system; programs that have its files open keep them; collective."""
+    on_every_rank(lambda: _remove(folder), ranks=ranks)
+
+
+def _first_rank(views: list[_View]) -> set[int]:
+    return set([rank for rank, view in enumerate(views) if not view.present][:1])
+
+
+def _first_rank_of_each_host(views: list[_View]) -> set[int]:
+    first: dict[str, int] = {}
+    for rank, view in enumerate(views):
+        if not view.present:
+            first.setdefault(view.host, rank)
+    return set(first.values())
+
+
+def _build(folder: Path, build: Callable[[Path], Iterator[None]]) -> Generator[None, None, None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The lock ends with its holder, however that dies, so whoever has it may clear what a dead builder left.
+    with open(folder.with_name(f"{folder.name}.lock"), "a") as lock:
+        while not _locked(lock):
+            yield
+            time.sleep(LOCK_POLL_S)
+        if folder.is_dir():
+            return
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        try:
+            yield from build(unfinished)
+            _flush_to_disk(unfinished)
+            unfinished.rename(folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """A rename may reach the disk before the bytes it names, unless they are sent ahead."""
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    aside = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(aside)

@@ -1,0 +1,71 @@
+"""What the user chose about data, and every choice that cannot hold listed in one error."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MIN_TRAINED_VOCAB_SIZE = 257  # every byte, and the end of a document
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Names follow the Hugging Face script run_clm.py where the thing exists there.
+
+    Without `dataset_name` and `train_file` the corpus is the running Python's own standard library; without
+    `tokenizer_name` a byte-level BPE of `train_vocab_size` entries is trained on the training corpus.
+    """
+
+    block_size: int
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    train_file: str | None = None  # a path or glob pattern, or several separated by commas
+    validation_file: str | None = None
+    text_column_name: str = "text"
+    validation_split_percentage: int = 5  # used where there is no validation set of its own; 0 makes none
+    tokenizer_name: str | None = None
+    eos_token: str | None = None  # an entry of the vocabulary; None takes the tokenizer's own
+    train_vocab_size: int = 8192
+    streaming: bool = False  # read `dataset_name` as a stream; files always are
+    max_train_documents: int | None = None
+    skip_invalid_text: bool = False
+    preprocessing_num_workers: int | None = None  # batches of text encoded at once; None takes one for each CPU
+    cache_dir: str | None = None
+    overwrite_cache: bool = False
+
+
+def check_options(options: DataOptions) -> None:
+    """Raise one ValueError that lists every choice that cannot hold."""
+    faults = [*_count_faults(options), *_source_faults(options)]
+    if faults:
+        raise ValueError("the data options do not hold:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+def _count_faults(options: DataOptions) -> Iterator[str]:
+    if options.block_size < 2:
+        yield f"block_size={options.block_size} must be at least 2: a block of one token predicts nothing"
+    if not 0 <= options.validation_split_percentage < 100:
+        yield f"validation_split_percentage={options.validation_split_percentage} must lie between 0 and 99"
+    if options.tokenizer_name is None and options.train_vocab_size < MIN_TRAINED_VOCAB_SIZE:
+        yield (
+            f"train_vocab_size={options.train_vocab_size} must be at least {MIN_TRAINED_VOCAB_SIZE}: "
+            "256 bytes and the end of a document"
+        )
+    if options.eos_token == "":
+        yield "eos_token='' names no token"
+    for name in ("max_train_documents", "preprocessing_num_workers"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            yield f"{name}={value} must be at least 1"
+
+
+def _source_faults(options: DataOptions) -> Iterator[str]:
+    if options.dataset_name and (options.train_file or options.validation_file):
+        yield (
+            f"dataset_name={options.dataset_name!r} clashes with "
+            f"train_file={options.train_file!r} validation_file={options.validation_file!r}; give one kind of source"
+        )
+    if options.validation_file and not options.train_file:
+        yield f"validation_file={options.validation_file!r} needs a train_file"
+    if options.dataset_config_name and not options.dataset_name:
+        yield f"dataset_config_name={options.dataset_config_name!r} needs a dataset_name"
+    if options.streaming and not options.dataset_name:
+        yield "streaming=True needs a dataset_name; files are read as a stream in any case"

@@ -1,0 +1,178 @@
+"""From the user's options to a tokenizer and packed blocks, with every rank agreeing or every rank raising."""
+
+import functools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recipe.data.cache import CachedCorpus, get_tokenizer, get_tokens, num_tokenising_workers
+from recipe.data.corpora import CorporaFacts, CorpusFacts, facts_of, open_corpora
+from recipe.data.documents import Corpus
+from recipe.data.holdout import Holdout, all_documents, hold_out
+from recipe.data.options import DataOptions, check_options
+from recipe.data.packing import PackedBlocks
+from recipe.data.together import on_first_rank
+from recipe.data.token_store import TokenStore, count_tokens, entropy_nats
+from recipe.data.tokenizer import TextEncoder
+from recipe.ranks import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+SKIPPED_FILES_SHOWN = 20
+
+
+class PreparedData(NamedTuple):
+    """`validation` has no blocks where the user asked for none. `report` is plain JSON for run.json."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    train: PackedBlocks
+    validation: PackedBlocks
+    report: dict[str, Any]
+
+
+class _Stores(NamedTuple):
+    train: TokenStore
+    validation: TokenStore | None  # None: part of the training store is held out
+
+
+class _Blocks(NamedTuple):
+    train: PackedBlocks
+    validation: PackedBlocks
+
+
+def prepare_data(options: DataOptions, *, ranks: Ranks, say: Callable[[str], None]) -> PreparedData:
+    """Find, tokenise (once) and pack the corpus; collective, and an error on one rank is raised on all.
+
+    One rank of each file system reads the sources; all ranks read its cache. `say` is called on every rank with the
+    same lines. A user's mistake is a ValueError, anything else a RuntimeError that names the rank.
+    """
+    check_options(options)
+    corpora = functools.cache(partial(open_corpora, options))  # opened on the ranks that read, and once
+    facts = on_first_rank(lambda: facts_of(corpora()), ranks=ranks)
+    say(_sources_line(facts, options=options, ranks=ranks))
+
+    def open_validation() -> Corpus:
+        validation = corpora().validation
+        assert validation is not None, "rank 0 found a validation corpus, this rank finds none"
+        return validation
+
+    train = CachedCorpus(facts=facts.train, open=lambda: corpora().train, max_documents=options.max_train_documents)
+    tokenizer = get_tokenizer(train, options=options, ranks=ranks)
+    encoder = TextEncoder(tokenizer)
+    get = partial(get_tokens, encoder=encoder, options=options, ranks=ranks)
+    stores = _Stores(
+        get(train),
+        None if facts.validation is None else get(CachedCorpus(facts=facts.validation, open=open_validation)),
+    )
+    holdout = _hold_out(stores, options=options)
+    blocks = _pack(stores, holdout=holdout, options=options)
+    entropy = on_first_rank(partial(_train_entropy, stores, holdout=holdout), ranks=ranks)
+    corpora_reports = [_corpus_report(facts.train, store=stores.train)]
+    if facts.validation is not None and stores.validation is not None:
+        corpora_reports.append(_corpus_report(facts.validation, store=stores.validation))
+    report = {
+        "vocab_size": encoder.vocab_size,
+        "unigram_entropy_nats": entropy,
+        "holdout": holdout.rule,
+        "train": _part_report(blocks.train),
+        "validation": _part_report(blocks.validation),
+        "corpora": corpora_reports,
+    }
+    for line in _result_lines(report):
+        say(line)
+    return PreparedData(tokenizer, blocks.train, blocks.validation, report)
+
+
+def _hold_out(stores: _Stores, *, options: DataOptions) -> Holdout:
+    if stores.validation is None:
+        return hold_out(stores.train.ends, percentage=options.validation_split_percentage)
+    return Holdout(
+        all_documents(stores.train.ends), all_documents(stores.validation.ends), "validation has a corpus of its own"
+    )
+
+
+def _pack(stores: _Stores, *, holdout: Holdout, options: DataOptions) -> _Blocks:
+    """Every rank sees the same stores, so every rank raises here or none does."""
+    validation_store = stores.train if stores.validation is None else stores.validation
+    blocks = _Blocks(
+        PackedBlocks(stores.train.tokens, stretches=holdout.train, block_size=options.block_size),
+        PackedBlocks(validation_store.tokens, stretches=holdout.validation, block_size=options.block_size),
+    )
+    if not len(blocks.train):
+        raise ValueError(
+            f"the training text has {blocks.train.num_tokens} tokens, less than one block of "
+            f"block_size={options.block_size}; give more text or choose a smaller --block_size"
+        )
+    if not len(blocks.validation) and (stores.validation is not None or options.validation_split_percentage):
+        raise ValueError(
+            f"the validation text has {blocks.validation.num_tokens} tokens, less than one block of "
+            f"block_size={options.block_size}; name a --validation_file, choose a larger "
+            "--validation_split_percentage, or 0 to train without validation"
+        )
+    return blocks
+
+
+def _train_entropy(stores: _Stores, *, holdout: Holdout) -> float:
+    """Of the training tokens: the whole store less what is held out of it."""
+    counts = stores.train.token_counts()
+    if stores.validation is None:
+        starts, ends = holdout.validation
+        counts = counts - count_tokens(stores.train.tokens, starts=starts, ends=ends, vocab_size=len(counts))
+    return entropy_nats(counts)
+
+
+def _part_report(blocks: PackedBlocks) -> dict[str, int]:
+    return {
+        "num_documents": blocks.num_documents,
+        "num_tokens": blocks.num_tokens,
+        "num_blocks": len(blocks),
+        "num_unused_tokens": blocks.num_unused_tokens,
+    }
+
+
+def _corpus_report(facts: CorpusFacts, *, store: TokenStore) -> dict[str, Any]:
+    skipped = sorted({*store.facts.num_empty, *store.facts.num_invalid})
+    return {
+        "name": facts.name,
+        "num_files": facts.num_files,
+        "manifest": facts.manifest,
+        "cache": str(store.folder),
+        "num_documents": store.facts.num_documents,
+        "num_tokens": store.facts.num_tokens,
+        "num_eos_in_text": store.facts.num_eos_in_text,
+        "skipped": {
+            file: {"empty": store.facts.num_empty.get(file, 0), "invalid": store.facts.num_invalid.get(file, 0)}
+            for file in skipped
+        },
+    }
+
+
+def _sources_line(facts: CorporaFacts, *, options: DataOptions, ranks: Ranks) -> str:
+    num_files = facts.train.num_files + (facts.validation.num_files if facts.validation is not None else 0)
+    return (
+        f"data: {facts.train.name} ({num_files} files), read once by 1 of {ranks.world_size} ranks with "
+        f"{num_tokenising_workers(options)} workers and shared as a cache; 1 file is enough for any number of ranks "
+        "and workers, and neither changes the order"
+    )
+
+
+def _result_lines(report: dict[str, Any]) -> Iterator[str]:
+    for corpus in report["corpora"]:
+        yield f"data: {corpus['name']}: {corpus['num_documents']:,} documents, {corpus['num_tokens']:,} tokens"
+        skipped = list(corpus["skipped"].items())
+        for file, count in skipped[:SKIPPED_FILES_SHOWN]:
+            yield f"data: {file}: skipped {count['empty']} empty and {count['invalid']} invalid documents"
+        if len(skipped) > SKIPPED_FILES_SHOWN:
+            yield f"data: {len(skipped) - SKIPPED_FILES_SHOWN} more files with skipped documents are in the report"
+        if corpus["num_eos_in_text"]:
+            yield f"data: {corpus['num_eos_in_text']} end-of-document tokens spelt by the text itself were dropped"
+    for name in ("train", "validation"):
+        part = report[name]
+        yield (
+            f"data: {name}: {part['num_blocks']:,} blocks; {part['num_unused_tokens']:,} tokens at the end "
+            "fill no block and are not used"
+        )
+    yield f"data: {report['holdout']}; training wraps to a new epoch, so every rank takes the same number of steps"
+    yield f"data: a guess from token frequencies alone has a loss of {report['unigram_entropy_nats']:.4f}"

@@ -1,0 +1,180 @@
+"""Resolves flags and a DeepSpeed JSON into one complete configuration, or lists everything that is wrong with them.
+
+Nothing is left to be guessed later: no "auto" reaches DeepSpeed, and no key that nobody reads goes unnoticed.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from modeling.layout import ModelSizes, ParallelLayout
+from recipe.config_files import load_ds_config
+from recipe.ds_keys import (
+    MERGED_KEYS,
+    OUR_BLOCKS,
+    REFUSED_BLOCKS,
+    auto_paths,
+    look_up,
+    refused_keys,
+    shape_faults,
+    unknown_keys,
+)
+from recipe.ds_layout import Batch, ParallelOptions, WorldInfo, settle_layout
+from recipe.ds_sources import Sources
+from recipe.ds_training import (
+    OptimizerOptions,
+    settle_optimizer,
+    settle_precision,
+    settle_schedule_options,
+    settle_zero_stage,
+)
+from recipe.flags import Arguments
+from recipe.schedule import ScheduleOptions
+
+__all__ = ["OptimizerOptions", "ParallelOptions", "ResolvedConfig", "WorldInfo", "load_ds_config", "resolve_config"]
+
+# DeepSpeed's own progress line; ours replaces it.
+NEVER_PRINT_STEPS = 1_000_000_000
+
+# Elements that the widths of torch's grouped product must be a multiple of: 16 bytes.
+ROW_ALIGNMENT = {"bf16": 8, "fp32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """Everything a run needs to know before a model is built.
+
+    engine         what `deepspeed.initialize` gets as `config`
+    num_sequences  B, sequences a group works on at once
+    accumulation   micro-batches per optimizer step
+    precision      "fp32" or "bf16"
+    notes          what each "auto" became, to be printed at the start
+    """
+
+    engine: dict[str, Any]
+    parallel: ParallelOptions
+    layout: ParallelLayout
+    optimizer: OptimizerOptions
+    schedule: ScheduleOptions
+    num_sequences: int
+    accumulation: int
+    block_size: int
+    precision: str
+    zero_stage: int
+    notes: tuple[str, ...]
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step over all groups: the global batch."""
+        return self.num_sequences * self.accumulation * self.layout.dp
+
+
+def resolve_config(
+    arguments: Arguments,
+    *,
+    ds_config: Mapping[str, Any],
+    ranks: WorldInfo,
+    sizes: ModelSizes,
+    attention_dropout: float = 0.0,
+) -> ResolvedConfig:
+    """The one configuration that `arguments` and `ds_config` agree on for these ranks and this model.
+
+    ValueError lists every unknown key, refused setting, conflict and broken rule at once. `ds_config` stays as it is.
+    """
+    broken = list(shape_faults(ds_config))
+    if broken:  # nothing inside such a block can be read
+        raise _error(broken, file=arguments.ds_config)
+    sources = Sources(arguments, ds_config=ds_config)
+    _check_keys(sources)
+    precision = settle_precision(sources)
+    layout, batch, parallel = settle_layout(sources, ranks=ranks, sizes=sizes, row_alignment=ROW_ALIGNMENT[precision])
+    stage = settle_zero_stage(
+        sources,
+        precision=precision,
+        accumulation=batch.accumulation,
+        dp_crosses_nodes=layout.dp > 1 and ranks.world_size > ranks.local_world_size,
+    )
+    optimizer = settle_optimizer(sources)
+    schedule = settle_schedule_options(sources, learning_rate=optimizer.learning_rate)
+    if attention_dropout > 0 and layout.tp > 1:
+        sources.faults.append(
+            f"attention_dropout={attention_dropout} cannot be used with tp={layout.tp}: the ranks of a group would "
+            "drop different values; set it to 0 in the model's configuration, or use tp=1"
+        )
+    engine = _engine_config(sources, batch=batch, precision=precision, stage=stage, sizes=sizes)
+    engine["gradient_clipping"] = optimizer.max_grad_norm
+    sources.faults += [
+        f'"{path}" is "auto", which only Hugging Face\'s Trainer could fill in; give a value or leave it out'
+        for path in auto_paths(engine)
+    ]
+    if sources.faults:
+        raise _error(sources.faults, file=arguments.ds_config)
+    return ResolvedConfig(
+        engine=engine,
+        parallel=parallel,
+        layout=layout,
+        optimizer=optimizer,
+        schedule=schedule,
+        num_sequences=batch.micro,
+        accumulation=batch.accumulation,
+        block_size=arguments.block_size,
+        precision=precision,
+        zero_stage=stage,
+        notes=tuple(sources.notes),
+    )
+
+
+def _error(faults: list[str], *, file: str | None) -> ValueError:
+    """One message for all faults; the same fault found twice is said once."""
+    lines = "\n".join(f"  - {fault}" for fault in dict.fromkeys(faults))
+    return ValueError(f"the settings ({file or 'flags only'}) cannot be used:\n{lines}")
+
+
+def _check_keys(sources: Sources) -> None:
+    for path, fault in unknown_keys(sources.ds_config):
+        ours = path.partition(".")[0] in (*OUR_BLOCKS, *MERGED_KEYS)  # DeepSpeed never sees these
+        if sources.arguments.allow_unknown_ds_keys and not ours:
+            sources.notes.append(f"{fault} (passed on, since --allow_unknown_ds_keys is set)")
+        else:
+            sources.faults.append(fault if ours else f"{fault}; --allow_unknown_ds_keys passes it on")
+    sources.faults += refused_keys(sources.ds_config)
+
+
+def _engine_config(sources: Sources, *, batch: Batch, precision: str, stage: int, sizes: ModelSizes) -> dict[str, Any]:
+    """A copy of the user's JSON without our blocks and those merged into our options, and with all sizes filled in."""
+    left_out = (*OUR_BLOCKS, *MERGED_KEYS, *REFUSED_BLOCKS)
+    engine = {key: copy.deepcopy(value) for key, value in sources.ds_config.items() if key not in left_out}
+    engine["train_micro_batch_size_per_gpu"] = batch.micro
+    engine["gradient_accumulation_steps"] = batch.accumulation
+    engine["train_batch_size"] = batch.total
+    engine["bf16"] = {**engine.get("bf16", {}), "enabled": precision == "bf16"}
+    engine["fp16"] = {"enabled": False}
+    engine["zero_allow_untested_optimizer"] = True
+    engine["zero_force_ds_cpu_optimizer"] = False
+    engine.setdefault("steps_per_print", NEVER_PRINT_STEPS)
+    engine["zero_optimization"] = _zero_block(
+        sources, block=engine.get("zero_optimization", {}), stage=stage, sizes=sizes
+    )
+    if precision == "bf16":
+        engine["data_types"] = {**engine.get("data_types", {}), "grad_accum_dtype": "fp32"}
+        engine["communication_data_type"] = "fp32"
+    return engine
+
+
+def _zero_block(sources: Sources, *, block: Mapping[str, Any], stage: int, sizes: ModelSizes) -> dict[str, Any]:
+    """The block with its stage, and the three "auto" sizes that the Hugging Face convention derives from the width."""
+    width = sizes.hidden_size
+    derived = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": width * width * 9 // 10,
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    zero = {**block, "stage": stage}
+    for key, value in derived.items():
+        if look_up(block, key) == "auto":
+            zero[key] = value
+            sources.notes.append(f'"zero_optimization.{key}": "auto" became {value} (from hidden_size {width})')
+    if stage == 3:
+        zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
+    return zero

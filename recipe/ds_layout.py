@@ -1,0 +1,271 @@
+"""Settles the group layout and the batch arithmetic together, since "auto" sizes must leave whole tokens per rank.
+
+DeepSpeed's "world" is dp: the tp ranks of a group share one micro-batch, so
+train_batch_size = micro x accumulation x dp.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from modeling.layout import (
+    BatchSizes,
+    LayoutRequest,
+    ModelSizes,
+    ParallelLayout,
+    allowed_ep,
+    divisors,
+    largest_layout,
+    layout_faults,
+)
+from recipe.ds_keys import look_up
+from recipe.ds_sources import Sources
+from recipe.values import convert
+
+MICRO_KEY = "train_micro_batch_size_per_gpu"
+ACCUMULATION_KEY = "gradient_accumulation_steps"
+TOTAL_KEY = "train_batch_size"
+
+STRATEGIES = ("gather_tokens",)
+PLANNED_STRATEGIES = ("all_to_all", "gather_weights", "auto")
+EXPERT_BACKENDS = ("loop", "grouped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldInfo:
+    """The ranks that have started: how many, how many on each node, and "cpu" or "cuda"."""
+
+    world_size: int
+    local_world_size: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """The "parallel" block with nothing left open. `regather`: gather the tokens again in the backward pass."""
+
+    tp: int
+    ep: int
+    strategy: str
+    cuda_graph: bool
+    overlap: bool
+    regather: bool
+    expert_backend: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWish:
+    """What was asked for; `None` where it may be derived from the others."""
+
+    micro: int | None
+    accumulation: int | None
+    total: int | None
+    default_micro: int
+
+
+class Batch(NamedTuple):
+    """micro sequences per group and micro-batch, micro-batches per step, sequences per step over all groups."""
+
+    micro: int
+    accumulation: int
+    total: int
+
+
+class Settled(NamedTuple):
+    layout: ParallelLayout
+    batch: Batch
+    options: ParallelOptions
+
+
+def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, row_alignment: int) -> Settled:
+    """Layout, batch and "parallel" options; what does not fit is added to the faults of `sources`.
+
+    row_alignment  elements that the widths of torch's grouped product must be a multiple of, where it is used
+    """
+    block = look_up(sources.ds_config, "parallel")
+    block = block if isinstance(block, Mapping) else {}
+    backend = _expert_backend(sources, block=block, device=ranks.device)
+    wish = _batch_wish(sources)
+    alignment = row_alignment if backend == "grouped" else 1
+    layout = _choose_layout(sources, block=block, ranks=ranks, sizes=sizes, wish=wish, row_alignment=alignment)
+    batch = solve_batch(wish, dp=layout.dp)
+    sources.faults += batch_faults(wish, layout=layout)
+    request = LayoutRequest(
+        sizes=sizes,
+        layout=layout,
+        world_size=ranks.world_size,
+        batch=BatchSizes(num_sequences=batch.micro, block_size=sources.arguments.block_size),
+        row_alignment=alignment,
+    )
+    sources.faults += _with_largest_fit(layout_faults(request), request=request, ranks=ranks)
+    sources.notes.append(
+        f"{TOTAL_KEY} {batch.total} = micro {batch.micro} x accum {batch.accumulation} x dp {layout.dp}"
+    )
+    return Settled(layout, batch, _options(sources, block=block, layout=layout, backend=backend))
+
+
+def solve_batch(wish: BatchWish, *, dp: int) -> Batch:
+    """Derive what is missing; where it does not come out even, `batch_faults` says so and this rounds down to >= 1."""
+    micro, accumulation, total = wish.micro, wish.accumulation, wish.total
+    if total is None:
+        micro, accumulation = micro or wish.default_micro, accumulation or 1
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = max(1, total // (accumulation * dp))
+    elif accumulation is None:
+        accumulation = max(1, total // (micro * dp))
+    assert accumulation is not None, "each branch settles both"
+    return Batch(micro, accumulation, micro * accumulation * dp)
+
+
+def batch_faults(wish: BatchWish, *, layout: ParallelLayout) -> Iterator[str]:
+    """One fault where the three sizes do not multiply out."""
+    micro, accumulation, total = solve_batch(wish, dp=layout.dp)
+    if wish.total is None or wish.total == total:
+        return
+    ranks = f"tp={layout.tp}, dp={layout.dp}, world={layout.world_size}: the tp ranks of a group share a micro-batch"
+    if wish.micro is not None and wish.accumulation is not None:
+        yield (
+            f"{TOTAL_KEY}={wish.total}, but micro {micro} x accum {accumulation} x dp {layout.dp} = {total} ({ranks}); "
+            f'use {TOTAL_KEY}={total}, or "auto"'
+        )
+    else:
+        fixed = micro if wish.micro is not None else accumulation if wish.accumulation is not None else 1
+        name = "micro" if wish.micro is not None else "accum"
+        yield (
+            f"{TOTAL_KEY}={wish.total} is not a multiple of {name} {fixed} x dp {layout.dp} = {fixed * layout.dp} "
+            f"({ranks}); the nearest that is: {max(1, round(wish.total / (fixed * layout.dp))) * fixed * layout.dp}"
+        )
+
+
+def _batch_wish(sources: Sources) -> BatchWish:
+    micro = sources.read("per_device_train_batch_size", paths=(MICRO_KEY,))
+    accumulation = sources.read("gradient_accumulation_steps", paths=(ACCUMULATION_KEY,))
+    total = look_up(sources.ds_config, TOTAL_KEY)
+    if total not in (None, "auto"):
+        try:
+            total = convert(total, kind=int)
+        except ValueError as error:
+            sources.faults.append(f'"{TOTAL_KEY}" in {sources.file}: {error}')
+            total = None
+    if isinstance(total, int) and total < 1:
+        sources.faults.append(f'"{TOTAL_KEY}" in {sources.file}: {total} is too small; the least is 1')
+        total = None
+    return BatchWish(
+        micro=micro.value if micro.place else None,
+        accumulation=accumulation.value if accumulation.place else None,
+        total=None if total == "auto" else total,
+        default_micro=sources.arguments.per_device_train_batch_size,
+    )
+
+
+def _choose_layout(
+    sources: Sources,
+    *,
+    block: Mapping[str, Any],
+    ranks: WorldInfo,
+    sizes: ModelSizes,
+    wish: BatchWish,
+    row_alignment: int,
+) -> ParallelLayout:
+    """The layout asked for; for each "auto", the largest group and then the most whole experts per rank that fit."""
+    tp, ep = (_size(sources, block=block, key=key) for key in ("tp", "ep"))
+    if tp is not None:
+        shares = allowed_ep(sizes, tp) if tp >= 1 else []
+        layout = ParallelLayout(
+            dp=max(1, ranks.world_size // max(1, tp)), tp=tp, ep=ep if ep is not None else max(shares, default=1)
+        )
+    else:
+        block_size = sources.arguments.block_size
+        layout = _widest(ep, ranks=ranks, sizes=sizes, wish=wish, block_size=block_size, row_alignment=row_alignment)
+        sources.notes.append(f'"parallel.tp": "auto" became {layout.tp} (world {ranks.world_size})')
+    if ep is None:
+        sources.notes.append(f'"parallel.ep": "auto" became {layout.ep} ({layout})')
+    return layout
+
+
+def _widest(
+    ep: int | None, *, ranks: WorldInfo, sizes: ModelSizes, wish: BatchWish, block_size: int, row_alignment: int
+) -> ParallelLayout:
+    """The largest tp, at most a node's ranks, that breaks no rule; a single rank where none fits."""
+    for tp in reversed(divisors(ranks.world_size)):
+        shares = allowed_ep(sizes, tp)
+        if tp > ranks.local_world_size or not shares or (ep is not None and ep not in shares):
+            continue
+        layout = ParallelLayout(dp=ranks.world_size // tp, tp=tp, ep=max(shares) if ep is None else ep)
+        batch = BatchSizes(num_sequences=solve_batch(wish, dp=layout.dp).micro, block_size=block_size)
+        request = LayoutRequest(
+            sizes=sizes, layout=layout, world_size=ranks.world_size, batch=batch, row_alignment=row_alignment
+        )
+        if not layout_faults(request) and not list(batch_faults(wish, layout=layout)):
+            return layout
+    return ParallelLayout(dp=ranks.world_size, tp=1, ep=1 if ep is None else ep)
+
+
+def _size(sources: Sources, *, block: Mapping[str, Any], key: str) -> int | None:
+    """A whole number, or None for "auto" or an absent key."""
+    value = block.get(key, "auto")
+    if value == "auto":
+        return None
+    try:
+        return int(convert(value, kind=int))
+    except ValueError as error:
+        sources.faults.append(f'"parallel.{key}" in {sources.file}: {error}; give one or "auto"')
+        return None
+
+
+def _with_largest_fit(faults: list[str], *, request: LayoutRequest, ranks: WorldInfo) -> list[str]:
+    """The faults, and a last line with a layout that works, where the model itself is sound."""
+    if not faults:
+        return []
+    largest = largest_layout(
+        request.sizes, world_size=ranks.world_size, max_tp=ranks.local_world_size, batch=request.batch
+    )
+    if layout_faults(replace(request, layout=largest)):
+        return faults
+    return [
+        *faults,
+        f'the largest layout that fits is {largest}: "parallel": {{"tp": {largest.tp}, "ep": {largest.ep}}}',
+    ]
+
+
+def _expert_backend(sources: Sources, *, block: Mapping[str, Any], device: str) -> str:
+    backend = block.get("expert_backend", "auto")
+    if backend == "auto":
+        return "grouped" if device == "cuda" else "loop"
+    if backend not in EXPERT_BACKENDS:
+        sources.faults.append(
+            f'"parallel.expert_backend": {backend!r} is not one of auto, {", ".join(EXPERT_BACKENDS)}'
+        )
+    return str(backend)
+
+
+def _options(sources: Sources, *, block: Mapping[str, Any], layout: ParallelLayout, backend: str) -> ParallelOptions:
+    strategy = block.get("strategy", STRATEGIES[0])
+    if strategy in PLANNED_STRATEGIES:
+        sources.faults.append(
+            f'"parallel.strategy": "{strategy}" is not available in this version; use "gather_tokens"'
+        )
+    elif strategy not in STRATEGIES:
+        sources.faults.append(f'"parallel.strategy": {strategy!r} is unknown; use "gather_tokens"')
+    for key, what in (("cuda_graph", "steps run eagerly"), ("overlap", "transfers are not overlapped with products")):
+        value = block.get(key, "auto")
+        if value == "auto":
+            sources.notes.append(f'"parallel.{key}": "auto" became false: {what} in this version')
+        elif value is not False:
+            sources.faults.append(f'"parallel.{key}": {value!r} is not available in this version; use "auto" or false')
+    regather = block.get("regather", "auto")
+    if regather == "auto":
+        regather = layout.ep > 1
+        sources.notes.append(f'"parallel.regather": "auto" became {str(regather).lower()} (ep={layout.ep})')
+    elif not isinstance(regather, bool):
+        sources.faults.append(f'"parallel.regather": {regather!r} is none of "auto", true, false')
+    return ParallelOptions(
+        tp=layout.tp,
+        ep=layout.ep,
+        strategy=str(strategy),
+        cuda_graph=False,
+        overlap=False,
+        regather=bool(regather),
+        expert_backend=backend,
+    )

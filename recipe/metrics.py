@@ -1,0 +1,240 @@
+"""What the numbers of a training step mean: summed over micro-batches, over steps since the last log, and over ranks.
+
+A loss is the sum of token losses divided by the number of predicted tokens, so that every token weighs the same. The
+ranks of a group work on the same tokens and hold the same sums, of which one copy counts.
+"""
+
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modeling.layout import ModelSizes
+from recipe.flops import model_flops_per_token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums since the last log; plain numbers, so that ranks can exchange them.
+
+    The tuples have one entry per MoE layer and are empty in a model without one. Balance and z losses are weighted
+    by the tokens of their micro-batch. `expert_counts` are token-expert pairs per layer and expert.
+    """
+
+    loss_sum: float
+    num_targets: int
+    num_tokens: int
+    squared_lengths: int
+    aux_sums: tuple[float, ...]
+    z_sums: tuple[float, ...]
+    expert_counts: tuple[tuple[float, ...], ...]
+    peak_memory_bytes: int
+
+
+class StepMeter:
+    """Adds up micro-batches on the device they are on; nothing is read by the host before `take`."""
+
+    def __init__(self, *, num_moe_layers: int, num_experts: int) -> None:
+        self._shape = (num_moe_layers, num_experts)
+        self._sums: Tensor | None = None  # all float sums in one vector, so that reading them waits once
+        self._num_targets = self._num_tokens = self._squared_lengths = 0
+
+    def add(
+        self,
+        loss_sum: Tensor,
+        *,
+        num_targets: int,
+        num_tokens: int,
+        squared_lengths: int,
+        aux_losses: Tensor,
+        z_losses: Tensor,
+        expert_counts: Tensor,
+    ) -> None:
+        """Add a micro-batch of the group.
+
+        loss_sum        []      sum of its token losses, without auxiliary terms
+        aux_losses      [L]     balance loss per MoE layer, unscaled
+        z_losses        [L]     router z-loss per MoE layer, unscaled
+        expert_counts   [L, E]  token-expert pairs
+
+        `squared_lengths` is the sum of length^2 over its documents; all values are the whole group's.
+        """
+        parts = [loss_sum.reshape(1), aux_losses * num_tokens, z_losses * num_tokens, expert_counts.flatten()]
+        sums = torch.cat([part.detach().double() for part in parts])
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._num_targets += num_targets
+        self._num_tokens += num_tokens
+        self._squared_lengths += squared_lengths
+
+    def take(self, *, peak_memory_bytes: int) -> Totals:
+        """The sums so far, which then start again at zero. Waits for the device."""
+        if self._sums is None:
+            raise ValueError("nothing was added since the last time; call add() for every micro-batch")
+        num_layers, num_experts = self._shape
+        loss_sum, *rest = self._sums.tolist()
+        counts = rest[2 * num_layers :]
+        totals = Totals(
+            loss_sum=loss_sum,
+            num_targets=self._num_targets,
+            num_tokens=self._num_tokens,
+            squared_lengths=self._squared_lengths,
+            aux_sums=tuple(rest[:num_layers]),
+            z_sums=tuple(rest[num_layers : 2 * num_layers]),
+            expert_counts=tuple(
+                tuple(counts[layer * num_experts : (layer + 1) * num_experts]) for layer in range(num_layers)
+            ),
+            peak_memory_bytes=peak_memory_bytes,
+        )
+        self._sums = None
+        self._num_targets = self._num_tokens = self._squared_lengths = 0
+        return totals
+
+
+def combine_ranks(by_rank: Sequence[Totals], *, tp: int) -> Totals:
+    """The sums of the whole run from those of every rank, in rank order: groups of tp ranks count once."""
+    groups = by_rank[::tp]
+    return Totals(
+        loss_sum=math.fsum(group.loss_sum for group in groups),
+        num_targets=sum(group.num_targets for group in groups),
+        num_tokens=sum(group.num_tokens for group in groups),
+        squared_lengths=sum(group.squared_lengths for group in groups),
+        aux_sums=_add_up([group.aux_sums for group in groups]),
+        z_sums=_add_up([group.z_sums for group in groups]),
+        expert_counts=tuple(_add_up(counts) for counts in zip(*(group.expert_counts for group in groups), strict=True)),
+        peak_memory_bytes=max(rank.peak_memory_bytes for rank in by_rank),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """What a log line says of a step that is not a sum over tokens."""
+
+    step: int
+    lr: float
+    grad_norm: float | None  # None where the engine does not know it
+    tokens: int  # consumed since the run began, counted once per group, resumed runs included
+    skipped_steps: int
+    elapsed_s: float  # training time that the totals took
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One logged step, as the progress bar, the file and the tracker all show it."""
+
+    step: int
+    loss: float | None  # None where no token was predicted
+    aux_loss: float | None  # mean over the MoE layers; None without any
+    z_loss: float | None
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    model_flops_per_s: float
+    mfu: float
+    rho: tuple[float, ...] | None  # per MoE layer, the busiest expert's load over the mean load
+    skipped_steps: int
+    peak_memory_bytes: int  # of the rank with the highest
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values by name, without the MoE ones where the model has no MoE layer."""
+        absent = {"aux_loss", "z_loss", "rho"} if self.rho is None else set()
+        return {name: value for name, value in asdict(self).items() if name not in absent}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """One evaluation after `step` optimizer steps."""
+
+    step: int
+    eval_loss: float | None
+    perplexity: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_step_record(totals: Totals, *, state: StepState, sizes: ModelSizes, peak_flops_per_s: float) -> StepRecord:
+    """Turn the run's totals into a log line; `peak_flops_per_s` is that of all devices together."""
+    tokens_per_s = totals.num_tokens / state.elapsed_s
+    attention_length = totals.squared_lengths / totals.num_tokens
+    flops_per_s = tokens_per_s * model_flops_per_token(sizes, attention_length=attention_length)
+    return StepRecord(
+        step=state.step,
+        loss=mean_loss(totals.loss_sum, num_targets=totals.num_targets),
+        aux_loss=moe_layer_mean([total / totals.num_tokens for total in totals.aux_sums]),
+        z_loss=moe_layer_mean([total / totals.num_tokens for total in totals.z_sums]),
+        grad_norm=state.grad_norm,
+        lr=state.lr,
+        tokens=state.tokens,
+        tokens_per_s=tokens_per_s,
+        model_flops_per_s=flops_per_s,
+        mfu=flops_per_s / peak_flops_per_s,
+        rho=tuple(load_ratio(counts) for counts in totals.expert_counts) or None,
+        skipped_steps=state.skipped_steps,
+        peak_memory_bytes=totals.peak_memory_bytes,
+    )
+
+
+def make_eval_record(loss_sum: float, *, num_targets: int, step: int) -> EvalRecord:
+    loss = mean_loss(loss_sum, num_targets=num_targets)
+    if loss is None:
+        return EvalRecord(step=step, eval_loss=None, perplexity=None)
+    overflows = loss > math.log(sys.float_info.max)
+    return EvalRecord(step=step, eval_loss=loss, perplexity=math.inf if overflows else math.exp(loss))
+
+
+def mean_loss(loss_sum: float, *, num_targets: int) -> float | None:
+    """The loss per predicted token in nats; None where there is none."""
+    return loss_sum / num_targets if num_targets else None
+
+
+def moe_layer_mean(values: Sequence[float]) -> float | None:
+    """The mean over MoE layers, given one value for each of them; None in a model that has none."""
+    return sum(values) / len(values) if values else None
+
+
+def load_ratio(counts: Sequence[float]) -> float:
+    """The largest load over the mean load: 1 when balanced, len(counts) at worst, NaN when nothing was routed."""
+    return max(counts) * len(counts) / sum(counts) if sum(counts) else math.nan
+
+
+class TrainingClock:
+    """Counts the seconds spent on training, without what is spent under `paused()` (evaluation, saving)."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._start_s = now()
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the start."""
+        start_s, self._start_s = self._start_s, self._now()
+        return self._start_s - start_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        paused_at_s = self._now()
+        yield
+        self._start_s += self._now() - paused_at_s
+
+
+def read_peak_memory_bytes(device: str) -> int:
+    """The most memory this process has held: allocated by torch on a "cuda" device, resident on a "cpu"."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    # getrusage would start from the peak of the launcher, which a child inherits through fork and exec.
+    if os.path.exists("/proc/self/status"):
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _add_up(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(math.fsum(column) for column in zip(*rows, strict=True))

@@ -1,0 +1,270 @@
+"""The referee: the same weights and the same global batch in one plain process, and a run of ours to hold against it.
+
+The referee is transformers' own class where one expresses the configuration, else our model without a mesh.
+"""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.build import build_model
+from modeling.config import GatherMoeConfig
+from modeling.hf_keys import stock_type
+from modeling.init import normal_at, shard_table
+from modeling.layout import ParallelLayout
+from modeling.mesh import build_mesh, one_rank_mesh
+from modeling.model import GatherMoeForCausalLM
+from modeling.sharding import cut, join
+
+NUM_SEQUENCES, BLOCK_SIZE, NUM_STEPS = 12, 16, 3
+LEARNING_RATE, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 1e-6, 0.1, 0.2
+
+
+def tiny_config(**changes: Any) -> GatherMoeConfig:
+    """The fixture TINY: 34,336 parameters."""
+    values: dict[str, Any] = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "max_position_embeddings": 64,
+        "qk_norm": "none",
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.0,
+        "rms_norm_eps": 1e-5,
+    }
+    return GatherMoeConfig(**(values | changes))
+
+
+def mixed_config(**changes: Any) -> GatherMoeConfig:
+    """Three layers, the first one dense, eight experts of which three are chosen."""
+    values = {
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "mlp_only_layers": [0],
+        "intermediate_size": 48,
+        "qk_norm": "head",
+        "norm_topk_prob": False,
+    }
+    return tiny_config(**(values | changes))
+
+
+class Case(NamedTuple):
+    """One training set-up."""
+
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+    stage: int = 0
+    accumulation: int = 1
+    checkpointing: bool = False
+    bf16: bool = False
+    packed: bool = True
+
+
+class RunResult(NamedTuple):
+    """losses and norms per step; gradients of the first step and weights after the last, whole tensors by name."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def full_state(config: GatherMoeConfig, *, scale: float = 3.0, seed: int = 1) -> dict[str, Tensor]:
+    """Weights for every parameter, norms included, large enough that routing and softmaxes are far from uniform."""
+    mesh = one_rank_mesh()
+    model = build_model(config, mesh=mesh, seed=seed)
+    state = {}
+    for name, parameter in model.named_parameters():
+        noise = normal_at(torch.arange(parameter.numel()), name=name, seed=seed).float().view_as(parameter)
+        state[name] = 1 + 0.2 * noise if parameter.dim() == 1 else 0.02 * scale * noise
+    return state
+
+
+def document_starts(step: int, sequence: int) -> tuple[int, ...]:
+    """Some sequences hold one document, others two or three."""
+    return ((0,), (0, 5), (0, 3, 11))[(step + sequence) % 3]
+
+
+def global_batch(step: int, *, vocab_size: int, packed: bool) -> tuple[Tensor, Tensor, list[tuple[int, ...]]]:
+    """ids and labels [12, 16], and where documents begin; some labels are ignored, unevenly."""
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, vocab_size, (NUM_SEQUENCES, BLOCK_SIZE), generator=generator)
+    labels = ids.clone()
+    labels[step % NUM_SEQUENCES, 3:] = -100
+    starts = [document_starts(step, i) if packed else (0,) for i in range(NUM_SEQUENCES)]
+    for row, first_tokens in enumerate(starts):
+        labels[row, list(first_tokens)] = -100
+    return ids, labels, starts
+
+
+def referee_model(config: GatherMoeConfig, state: dict[str, Tensor], *, own: bool = False) -> torch.nn.Module:
+    """A stock transformers model with these weights, or ours without a mesh."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from recipe.checkpoint.hf_config import SpecialTokens, config_dict
+
+    kind = stock_type(config)
+    if own or kind == "gather_moe":
+        model: Any = GatherMoeForCausalLM(config)
+    else:
+        values = config_dict(config, model_type=kind, dtype="float32", tokens=SpecialTokens(None, None, None))
+        values.pop("model_type")
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values))
+    if config.tie_word_embeddings:
+        state = {**state, "lm_head.weight": state["model.embed_tokens.weight"]}
+    model.load_state_dict(state)
+    return model.train()
+
+
+def referee_run(config: GatherMoeConfig, state: dict[str, Tensor], case: Case, *, own: bool = False) -> RunResult:
+    """Plain torch: one forward over the global batch, one backward, clip, AdamW."""
+    model = referee_model(config, state, own=own)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPS)
+    losses, norms, gradients = [], [], {}
+    for step in range(NUM_STEPS):
+        ids, labels, starts = global_batch(step, vocab_size=config.vocab_size, packed=case.packed)
+        loss = referee_loss(model, ids, labels, starts)
+        loss.backward()
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return RunResult(losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def referee_loss(
+    model: torch.nn.Module, ids: Tensor, labels: Tensor, starts: list[tuple[int, ...]], *, dtype: Any = torch.float32
+) -> Tensor:
+    """Mean cross-entropy over the batch; each document goes through the model alone."""
+    total, count = torch.zeros((), dtype=dtype), 0
+    for row, first_tokens in enumerate(starts):
+        for start, end in itertools.pairwise((*first_tokens, ids.shape[1])):
+            logits = model(input_ids=ids[row : row + 1, start:end], use_cache=False).logits[0, :-1].to(dtype)
+            targets = labels[row, start + 1 : end]
+            total = total + F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+            count += int((targets != -100).sum())
+    return total / count
+
+
+def make_micro_batches(config: GatherMoeConfig, case: Case, *, step: int, dp_rank: int) -> list[Any]:
+    """This dp rank's part of the global batch of a step."""
+    ids, labels, starts = global_batch(step, vocab_size=config.vocab_size, packed=case.packed)
+    size = NUM_SEQUENCES // (case.dp * case.accumulation)
+    batches = []
+    for a in range(case.accumulation):
+        first = (a * case.dp + dp_rank) * size
+        here = slice(first, first + size)
+        batches.append(
+            SimpleNamespace(
+                input_ids=ids[here],
+                labels=labels[here],
+                document_starts=tuple(starts[here]),
+                token_mask=None,
+                num_targets=int((labels[here, 1:] != -100).sum()),
+            )
+        )
+    return batches
+
+
+def engine_config(case: Case, *, max_grad_norm: float = MAX_GRAD_NORM) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": NUM_SEQUENCES // (case.dp * case.accumulation),
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": max_grad_norm,
+        "zero_optimization": {"stage": case.stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    if case.bf16:
+        config |= {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+        }
+    return config
+
+
+def start_engine(config: GatherMoeConfig, state: dict[str, Tensor], case: Case, **options: Any) -> Any:
+    """Our engine on this rank, holding its shards of `state`."""
+    from recipe.engine import AdamOptions, Engine, build_optimizer
+
+    layout = ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)
+    mesh = build_mesh(layout, num_key_value_heads=config.num_key_value_heads)
+    model = build_model(config, mesh=mesh, seed=0)
+    table = shard_table(config, mesh)
+    for name, parameter in model.named_parameters():
+        shard = table.shard(name, tuple(state[name].shape), group_rank=mesh.group_rank)
+        parameter.data.copy_(cut(state[name], shard))
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
+    adam = AdamOptions(learning_rate=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY)
+    return Engine(model, ds_config=engine_config(case, **options), optimizer=build_optimizer(model, adam))
+
+
+def our_run(rank: int, world_size: int, config: GatherMoeConfig, state: dict[str, Tensor], case: Case) -> Any:
+    """Train under the engine; returns losses, norms, and this rank's shards of gradients and weights."""
+    from deepspeed.utils import safe_get_full_grad
+
+    from recipe.checkpoint.native import full_precision_shard
+
+    torch.manual_seed(0)
+    engine = start_engine(config, state, case)
+    losses, norms, gradients = [], [], {}
+    for step in range(NUM_STEPS):
+        batches = make_micro_batches(config, case, step=step, dp_rank=engine.mesh.dp_rank)
+        counts = engine.count(batches)
+        sums = engine.accumulate(batches, counts=counts)
+        if step == 0:
+            for name, parameter in engine.model.named_parameters():
+                gradient = parameter.grad if case.stage == 0 else safe_get_full_grad(parameter)
+                gradients[name] = gradient.detach().float().clone().view(_shape(parameter))
+        torch.distributed.all_reduce(sums.nll, group=engine.mesh.dp_group)
+        losses.append(sums.nll.item() / counts.num_targets)
+        norms.append(engine.update(learning_rate=LEARNING_RATE))
+    weights = {name: full_precision_shard(p).float().clone() for name, p in engine.model.named_parameters()}
+    return losses, norms, gradients, weights
+
+
+def join_ranks(by_rank: list[Any], config: GatherMoeConfig, case: Case) -> RunResult:
+    """Whole tensors from the shards of the first group, after checking that all groups hold the same."""
+    table_mesh = SimpleNamespace(layout=ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep))
+    table = shard_table(config, table_mesh)
+    shapes = {name: tuple(tensor.shape) for name, tensor in full_state(config).items()}
+    whole: list[dict[str, Tensor]] = []
+    for part in (2, 3):
+        tensors = {}
+        for name, shape in shapes.items():
+            shards = [table.shard(name, shape, group_rank=rank) for rank in range(case.tp)]
+            locals_ = [by_rank[rank][part][name] for rank in range(case.tp)]
+            tensors[name] = join(list(zip(locals_, shards, strict=True)))
+            for rank in range(case.dp * case.tp):
+                assert torch.equal(by_rank[rank][part][name], locals_[rank % case.tp]), (name, rank)
+                if shards[0].is_replicated:
+                    assert torch.equal(by_rank[rank][part][name], locals_[0]), (name, rank)
+        whole.append(tensors)
+    for result in by_rank:
+        assert result[0] == by_rank[0][0]
+        assert result[1] == by_rank[0][1]
+    return RunResult(by_rank[0][0], by_rank[0][1], *whole)
+
+
+def _shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,0 +1,46 @@
+"""Resolves a DeepSpeed configuration and flags for the smallest model, as several test files need it."""
+
+from typing import Any
+
+import pytest
+
+from modeling.layout import ModelSizes
+from recipe.arguments import parse_arguments
+from recipe.ds_config import ResolvedConfig, WorldInfo, resolve_config
+
+TINY = ModelSizes(
+    vocab_size=50,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    intermediate_size=0,
+    max_position_embeddings=64,
+    num_hidden_layers=2,
+    qk_norm="none",
+)
+
+
+def resolve(
+    ds_config: dict[str, Any] | None = None,
+    *flags: str,
+    world: WorldInfo | int = 4,
+    sizes: ModelSizes = TINY,
+    dropout: float = 0.0,
+) -> ResolvedConfig:
+    """TINY on four ranks of one node, with blocks of 16, unless told otherwise."""
+    block_size = [] if any(flag.startswith("--block_size") for flag in flags) else ["--block_size=16"]
+    words = ["--config_name=demo", "--output_dir=run", *block_size, *flags]
+    ranks = WorldInfo(world_size=world, local_world_size=world) if isinstance(world, int) else world
+    arguments = parse_arguments(words)
+    return resolve_config(arguments, ds_config=ds_config or {}, ranks=ranks, sizes=sizes, attention_dropout=dropout)
+
+
+def faults_of(ds_config: dict[str, Any] | None = None, *flags: str, **world: Any) -> str:
+    """The message that resolving the same settings ends with."""
+    with pytest.raises(ValueError, match=r"the settings .* cannot be used") as caught:
+        resolve(ds_config, *flags, **world)
+    return str(caught.value)

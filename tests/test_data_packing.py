@@ -1,0 +1,109 @@
+"""Packing keeps every token and every boundary; the held-out part is disjoint from the training part."""
+
+import numpy as np
+import pytest
+
+from recipe.data.batches import evaluation_batches
+from recipe.data.holdout import all_documents, hold_out
+from recipe.data.packing import IGNORED, PackedBlocks
+from tests.data_samples import all_tokens, numbered_blocks
+
+
+def packed(lengths: list[int], *, block_size: int) -> PackedBlocks:
+    """Documents of these lengths over the tokens 0, 1, 2, ..."""
+    ends = np.cumsum(lengths)
+    return PackedBlocks(np.arange(ends[-1], dtype=np.uint16), stretches=all_documents(ends), block_size=block_size)
+
+
+def test_blocks_hold_the_stream_and_drop_the_last_partial_block() -> None:
+    blocks = packed([3, 5, 6], block_size=4)
+    assert (len(blocks), blocks.num_tokens, blocks.num_unused_tokens, blocks.num_documents) == (3, 14, 2, 3)
+    assert all_tokens(blocks) == list(range(12))
+
+
+def test_document_starts_and_labels_mark_every_boundary() -> None:
+    blocks = packed([3, 5, 6], block_size=4)  # documents start at 0, 3 and 8
+    assert [block.document_starts for block in (blocks[0], blocks[1], blocks[2])] == [(0, 3), (0,), (0,)]
+    assert blocks[0].labels.tolist() == [IGNORED, 1, 2, IGNORED]
+    assert blocks[1].labels.tolist() == [IGNORED, 5, 6, 7]
+    assert blocks[0].labels.dtype == blocks[0].input_ids.dtype == np.int64
+
+
+def test_a_block_may_hold_many_documents() -> None:
+    block = packed([1, 1, 2, 1, 9], block_size=8)[0]
+    assert block.document_starts == (0, 1, 2, 4, 5)
+    assert block.labels.tolist() == [IGNORED, IGNORED, IGNORED, 3, IGNORED, IGNORED, 6, 7]
+
+
+def test_a_block_outside_is_an_error() -> None:
+    blocks = packed([8], block_size=4)
+    for index in (2, -1):
+        with pytest.raises(IndexError, match=f"block {index} of 2"):
+            blocks[index]
+
+
+def test_packing_equals_plain_concatenation_for_random_parts() -> None:
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, 60000, 2000).astype(np.uint16)
+    ends = np.unique(generator.integers(1, 2000, 150))
+    documents = all_documents(ends)
+    chosen = generator.random(len(ends)) < 0.5
+    stretches = type(documents)(documents.starts[chosen], documents.ends[chosen])
+    want = np.concatenate([tokens[a:b] for a, b in zip(*stretches, strict=True)])
+    starts = set(np.cumsum(stretches.ends - stretches.starts).tolist()) | {0}
+    blocks = PackedBlocks(tokens, stretches=stretches, block_size=7)
+    assert all_tokens(blocks) == want[: len(blocks) * 7].tolist()
+    for index in range(len(blocks)):
+        inside = {start - index * 7 for start in starts if index * 7 < start < (index + 1) * 7}
+        assert blocks[index].document_starts == tuple(sorted({0} | inside))
+
+
+def test_held_out_documents_are_spread_and_disjoint() -> None:
+    ends = np.arange(1, 101, dtype=np.int64) * 10
+    train, validation, rule = hold_out(ends, percentage=5)
+    assert (validation.starts // 10).tolist() == [19, 39, 59, 79, 99]
+    assert sorted([*train.starts.tolist(), *validation.starts.tolist()]) == list(range(0, 1000, 10))
+    assert rule == "5 of 100 documents are held out, at even distances"
+
+
+def test_few_documents_are_cut_by_tokens_instead() -> None:
+    train, validation, rule = hold_out(np.array([600, 1000], dtype=np.int64), percentage=10)
+    assert (train.starts.tolist(), train.ends.tolist()) == ([0, 600], [600, 900])
+    assert (validation.starts.tolist(), validation.ends.tolist()) == ([900], [1000])
+    assert rule == (
+        "the last 100 of 1000 tokens are held out, because 2 documents are too few to hold out 10 % of them"
+    )
+
+
+def test_nothing_is_held_out_at_zero_percent() -> None:
+    train, validation, _ = hold_out(np.array([4, 8], dtype=np.int64), percentage=0)
+    assert (len(train.starts), len(validation.starts)) == (2, 0)
+
+
+@pytest.mark.parametrize(("dp", "num_sequences"), [(1, 3), (2, 3), (3, 1), (4, 4)])
+def test_evaluation_sees_every_block_once_and_equally_often_on_every_rank(dp: int, num_sequences: int) -> None:
+    blocks = numbered_blocks(10)
+    by_rank = [list(evaluation_batches(blocks, num_sequences=num_sequences, dp=dp, dp_rank=rank)) for rank in range(dp)]
+    assert len({len(batches) for batches in by_rank}) == 1
+    seen = [place for batches in by_rank for batch in batches for place in batch.positions if place >= 0]
+    assert sorted(seen) == list(range(10))
+    assert sum(batch.num_targets for batches in by_rank for batch in batches) == 10 * 3
+    for batches in by_rank:
+        for batch in batches:
+            assert batch.input_ids.shape == batch.labels.shape == (num_sequences, 4)
+            assert (batch.token_mask is None) == (-1 not in batch.positions)
+            for row, place in enumerate(batch.positions):
+                assert batch.document_starts[row] == (0,)
+                if place < 0:
+                    assert batch.token_mask is not None
+                    assert not batch.token_mask[row].any()
+                    assert (batch.labels[row] == IGNORED).all()
+                else:
+                    assert batch.input_ids[row].tolist() == [place] * 4
+                    assert batch.token_mask is None or batch.token_mask[row].all()
+
+
+def test_evaluation_of_no_blocks_is_no_batches() -> None:
+    none = hold_out(np.array([8], dtype=np.int64), percentage=0).validation
+    blocks = PackedBlocks(np.arange(8), stretches=none, block_size=4)
+    assert list(evaluation_batches(blocks, num_sequences=2, dp=1, dp_rank=0)) == []

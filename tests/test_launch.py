@@ -1,0 +1,297 @@
+"""From environment variables to joined ranks: what each launcher sets, what is missing, and what stays behind."""
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import recipe.launch
+from recipe.launch import World, check_world_size, read_world, start_ranks, stop_ranks
+from recipe.rendezvous import RendezvousError
+from tests.ranks import PRELOAD
+
+CPU = {"DS_ACCELERATOR": "cpu"}
+DEEPSPEED = CPU | {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_SIZE": "2",
+    "CROSS_RANK": "1",
+    "CROSS_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+TORCHRUN = CPU | {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+}
+ONE_NODE = CPU | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize("environ", [DEEPSPEED, TORCHRUN])
+def test_the_variables_of_both_launchers(environ: dict[str, str]) -> None:
+    world = read_world(environ)
+    assert world == World(rank=3, local_rank=1, world_size=4, local_world_size=2, device="cpu")
+    assert world.num_nodes == 2
+
+
+def test_r_launch_04_no_variables_are_a_world_of_one() -> None:
+    world = read_world(CPU)
+    assert (world.rank, world.world_size, world.local_world_size, world.num_nodes) == (0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+def test_r_launch_04_a_missing_variable_is_named(missing: str) -> None:
+    environ = {name: value for name, value in DEEPSPEED.items() if name != missing}
+    with pytest.raises(ValueError, match=rf"{missing} is not set, but \w+=\d \w+=\d is; start with `deepspeed "):
+        read_world(environ)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "x"}, r"RANK='x' must be a whole number of at least 0"),
+        ({"WORLD_SIZE": "0"}, r"WORLD_SIZE='0' must be a whole number of at least 1"),
+        ({"RANK": "4"}, r"RANK=4 must be below WORLD_SIZE=4"),
+        ({"LOCAL_RANK": "2"}, r"LOCAL_RANK=2 must be below the 2 ranks of this node"),
+        ({"LOCAL_WORLD_SIZE": "4"}, r"LOCAL_SIZE=2 and LOCAL_WORLD_SIZE=4 differ"),
+        ({"CROSS_SIZE": "3"}, r"WORLD_SIZE=4 ranks on 3 nodes, but this node has 2; every node must run the same"),
+        ({"DS_ACCELERATOR": "xpu"}, r"DS_ACCELERATOR='xpu' is not supported; it must be cpu or cuda"),
+    ],
+)
+def test_r_launch_04_an_odd_variable_is_named(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_world(DEEPSPEED | changes)
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_r_launch_04_many_processes_without_ranks_are_refused(variable: str) -> None:
+    with pytest.raises(ValueError, match=rf"started 8 processes \({variable}=8\) but RANK, LOCAL_RANK and WORLD_SIZE"):
+        read_world(CPU | {variable: "8"})
+    assert read_world(CPU | {variable: "1"}).world_size == 1
+
+
+def test_the_device_is_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert read_world({}).device == "cpu"
+    with pytest.raises(ValueError, match=r"DS_ACCELERATOR=cuda, but torch finds no CUDA device"):
+        read_world({"DS_ACCELERATOR": "cuda"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert read_world({}).device == "cuda"
+    assert read_world(CPU).device == "cpu"
+
+
+def test_r_launch_01_a_run_with_other_ranks_than_expected_stops() -> None:
+    world = read_world(DEEPSPEED)
+    check_world_size(world, expected=None)
+    check_world_size(world, expected=4)
+    with pytest.raises(ValueError, match=r"--expect_world_size 8, but 4 ranks were started on 2 nodes; .* hosts FILE"):
+        check_world_size(world, expected=8)
+
+
+@pytest.fixture
+def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Meeting files and shared memory in folders of this test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(recipe.launch, "SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    return tmp_path
+
+
+def _start(environ: Mapping[str, str], **changes: Any) -> None:
+    """Start ranks that cannot come together, in this process."""
+    environ = dict(environ)
+    world = read_world(environ)
+    try:
+        start_ranks(world, environ=environ, say=lambda text: None, join_timeout_s=0.2, **changes)
+    finally:
+        stop_ranks(world)
+
+
+def test_r_launch_04_a_missing_peer_on_one_node(quiet_machine: Path) -> None:
+    environ = ONE_NODE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    message = (
+        rf"rank 0 waited 0\.2 s at the meeting file of launcher process {os.getppid()} "
+        r"\(MASTER_ADDR=127\.0\.0\.1 MASTER_PORT=29500 are not used "
+        r".* expected ranks \[0, 1\], present \[0\], missing \[1\]"
+    )
+    with pytest.raises(RendezvousError, match=message):
+        _start(environ)
+
+
+def test_r_launch_04_a_missing_peer_of_ranks_started_by_hand(quiet_machine: Path) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        environ = CPU | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+        with pytest.raises(RendezvousError, match=rf"nobody answers at MASTER_ADDR=127\.0\.0\.1 MASTER_PORT={port}"):
+            _start(environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, r"MASTER_ADDR is not set, but RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 is"),
+        ({"MASTER_ADDR": "localhost"}, r"MASTER_PORT is not set"),
+        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "high"}, r"MASTER_PORT='high' must be a whole number"),
+    ],
+)
+def test_r_launch_04_ranks_started_by_hand_need_an_address(
+    quiet_machine: Path, changes: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _start(CPU | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"} | changes)
+
+
+def test_a_launcher_that_cannot_be_seen(quiet_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: 0)
+    with pytest.raises(RendezvousError, match=r"the launcher, process 0, is gone or in another pid namespace"):
+        _start(ONE_NODE)
+
+
+def test_more_ranks_than_gpus(quiet_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    world = World(rank=1, local_rank=1, world_size=2, local_world_size=2, device="cuda")
+    with pytest.raises(ValueError, match=r"LOCAL_RANK=1 needs a GPU of its own, but torch finds 1; start at most one"):
+        start_ranks(world, environ={}, say=print)
+
+
+def test_r_launch_02_starting_removes_dead_buffers_first(quiet_machine: Path) -> None:
+    buffer = quiet_machine / "shm" / "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0"
+    buffer.write_bytes(b"x")
+    with pytest.raises(RendezvousError, match=r"missing \[1\]"):
+        _start(ONE_NODE)
+    assert not buffer.exists()
+
+
+def _join(pipe: Connection, environ: dict[str, str], folder: str) -> None:
+    """A rank in a process of its own: join, add up the ranks, leave, and report."""
+    tempfile.tempdir = folder
+    world = read_world(environ)
+    said: list[str] = []
+    start_ranks(world, environ=environ, say=said.append, join_timeout_s=30)
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    backend = dist.get_backend()
+    stop_ranks(world)
+    pipe.send((total.item(), backend, environ, said))
+
+
+def _in_processes(environs: list[dict[str, str]], folder: Path) -> list[Any]:
+    """Run `_join` in one process per environment, all children of the same process, as a launcher's are."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    pipes, processes = [], []
+    for environ in environs:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_join, args=(theirs, environ, str(folder)), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        assert all(pipe.poll(40) for pipe in pipes)
+        return [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def test_r_launch_04_one_process_joins_a_group_of_its_own(tmp_path: Path) -> None:
+    [(total, backend, environ, said)] = _in_processes([dict(CPU)], tmp_path)
+    assert (total, backend, said) == (1.0, "gloo", [])
+    assert (environ["RANK"], environ["LOCAL_RANK"], environ["WORLD_SIZE"]) == ("0", "0", "1")
+
+
+def test_r_launch_03_ranks_of_one_node_need_no_port(tmp_path: Path) -> None:
+    """No MASTER_ADDR and no MASTER_PORT at all; LOCAL_SIZE goes, and nothing is left in the folder."""
+    ranks = [ONE_NODE | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+    for total, backend, environ, _ in _in_processes(ranks, tmp_path):
+        assert (total, backend) == (3.0, "gloo")
+        assert "LOCAL_SIZE" not in environ
+        assert environ["LOCAL_WORLD_SIZE"] == "2"
+        assert read_world(environ) == read_world(ONE_NODE | environ)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+
+
+SCRIPT = r"""
+import os, sys, time
+from recipe.launch import read_world, start_ranks, stop_ranks
+world = read_world(os.environ)
+start_ranks(world, environ=os.environ, say=print)
+import deepspeed, torch
+deepspeed.init_distributed()
+total = torch.ones(1)
+deepspeed.comm.all_reduce(total)
+os.write(1, f"ranks: {int(total)}\n".encode())  # in one piece, whatever the other rank prints
+time.sleep(float(sys.argv[-1]))
+stop_ranks(world)
+"""
+
+
+def _launch(folder: Path, *, port: int, sleep_s: float) -> "subprocess.Popen[str]":
+    script = folder / "rank.py"
+    script.write_text(SCRIPT)
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [str(launcher), "--num_accelerators", "2", "--master_port", str(port), str(script), str(sleep_s)]
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        command,
+        env=environ | CPU | {"TMPDIR": str(folder), "PATH": f"{launcher.parent}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _buffers() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("deepspeed*")}
+
+
+@pytest.mark.slow
+def test_r_launch_03_two_launchers_at_once_on_a_busy_port(tmp_path: Path) -> None:
+    """Each job of two ranks finds its own, although both are told the same port and somebody listens on it."""
+    before = _buffers()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        jobs = [_launch(tmp_path, port=server.getsockname()[1], sleep_s=0) for _ in range(2)]
+        outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    for job, output in zip(jobs, outputs, strict=True):
+        assert job.returncode == 0, output
+        assert output.count("ranks: 2\n") == 2, output
+    assert _buffers() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+def test_r_launch_02_a_killed_run_leaves_no_shared_memory(tmp_path: Path, kill: signal.Signals) -> None:
+    before = _buffers()
+    job = _launch(tmp_path, port=29500 + kill, sleep_s=60)
+    assert job.stdout is not None
+    joined = 0
+    for line in job.stdout:  # ends when both ranks are up, or with the job
+        joined += "ranks: 2" in line
+        if joined == 2:
+            break
+    os.killpg(job.pid, kill)
+    job.communicate(timeout=60)
+    assert joined == 2
+    assert _buffers() == before

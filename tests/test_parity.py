@@ -1,0 +1,96 @@
+"""Layouts, ZeRO stages and options against one plain process: losses, gradients, norms, weights after three steps."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity import Case, full_state, join_ranks, mixed_config, our_run, referee_run, tiny_config
+from tests.ranks import run_ranks
+
+CONFIGS = {
+    "mixtral": lambda: tiny_config(qk_norm="none"),
+    "qwen3_moe": lambda: mixed_config(qk_norm="head"),
+    "olmoe": lambda: tiny_config(qk_norm="full", norm_topk_prob=False, clip_qkv=0.5),
+    "dense first, no norm": lambda: mixed_config(qk_norm="none", norm_topk_prob=True),
+    "odd vocabulary, tied": lambda: tiny_config(qk_norm="head", vocab_size=51, tie_word_embeddings=True),
+}
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1), (2, 4)]
+FACTORS: dict[str, list[Any]] = {
+    "layout": LAYOUTS,
+    "stage": [0, 1, 2, 3],
+    "whole_experts": [True, False],
+    "accumulation": [1, 3],
+    "config": list(CONFIGS),
+    "checkpointing": [False, True],
+}
+
+
+def covering_set(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """Few combinations in which every pair of values of any two factors occurs: greedy, the same on every run."""
+    names = list(factors)
+
+    def pairs(row: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(zip(names, row, strict=True), 2))
+
+    combinations = list(itertools.product(*factors.values()))
+    still_open = set().union(*map(pairs, combinations))
+    rows = []
+    while still_open:
+        best = max(combinations, key=lambda row: len(pairs(row) & still_open))
+        still_open -= pairs(best)
+        rows.append(dict(zip(names, best, strict=True)))
+    return rows
+
+
+def check_case(config_name: str, case: Case) -> None:
+    config = CONFIGS[config_name]()
+    state = full_state(config)
+    want = referee_run(config, state, case)
+    by_rank = run_ranks(our_run, case.dp * case.tp, config, state, case)
+    got = join_ranks(by_rank, config, case)
+    torch.testing.assert_close(got.losses, want.losses, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got.norms, want.norms, atol=1e-5, rtol=0)
+    assert want.norms[0] > 0.2, "clipping must be active"
+    for name, gradient in got.gradients.items():
+        torch.testing.assert_close(gradient, want.gradients[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        assert gradient.abs().max() > 0, name
+    for name, weight in got.weights.items():
+        torch.testing.assert_close(weight, want.weights[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def to_case(row: dict[str, Any]) -> Case:
+    dp, tp = row["layout"]
+    return Case(
+        dp=dp,
+        tp=tp,
+        ep=tp if row["whole_experts"] else 1,
+        stage=row["stage"],
+        accumulation=row["accumulation"],
+        checkpointing=row["checkpointing"],
+    )
+
+
+FAST = [
+    ("mixtral", Case(tp=2, ep=2, stage=2)),
+    ("olmoe", Case(dp=1, tp=4, ep=1, stage=1, checkpointing=True)),
+    ("qwen3_moe", Case(dp=2, tp=2, ep=2, stage=3, accumulation=3)),
+]
+
+
+@pytest.mark.parametrize(("config_name", "case"), FAST, ids=str)
+def test_training_matches_one_plain_process(config_name: str, case: Case) -> None:
+    check_case(config_name, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", covering_set(FACTORS), ids=lambda row: "-".join(map(str, row.values())))
+def test_every_pair_of_options_matches_one_plain_process(row: dict[str, Any]) -> None:
+    check_case(row["config"], to_case(row))
+
+
+def test_the_covering_set_meets_every_pair() -> None:
+    rows = covering_set(FACTORS)
+    for a, b in itertools.combinations(FACTORS, 2):
+        assert {(row[a], row[b]) for row in rows} == set(itertools.product(FACTORS[a], FACTORS[b]))
