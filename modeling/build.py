@@ -15,6 +15,7 @@ def build_model(
     """This rank's shard of a freshly initialised model, in training mode."""
     with no_init_weights():
         model = GatherMoeForCausalLM(config, mesh=mesh)
+    model.tie_weights()  # part of what was switched off
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     initialise(model, config=config, mesh=mesh, seed=seed)

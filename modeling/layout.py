@@ -8,6 +8,7 @@ the experts by ep (whole experts) x etp (slices of each expert), ep * etp = tp.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import gcd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,8 @@ class ParallelLayout:
 
     @property
     def etp(self) -> int:
-        return self.tp // self.ep
+        """Slices of each expert; 0 for an ep that cannot be, which is then a fault of its own."""
+        return self.tp // self.ep if self.ep > 0 else 0
 
     @property
     def world_size(self) -> int:
@@ -88,6 +90,12 @@ def allowed_ep(sizes: ModelSizes, tp: int) -> list[int]:
         for ep in divisors(tp)
         if not sizes.num_moe_layers or (sizes.num_experts % ep == 0 and sizes.moe_intermediate_size % (tp // ep) == 0)
     ]
+
+
+def _ep_choices(sizes: ModelSizes, tp: int) -> str:
+    """What a message says about the expert shares that a group of tp ranks allows."""
+    allowed = allowed_ep(sizes, tp)
+    return f"ep must be one of {allowed} for tp={tp}" if allowed else f"no ep fits tp={tp}, choose another tp"
 
 
 def largest_layout(
@@ -184,7 +192,7 @@ def _expert_faults(request: LayoutRequest) -> Iterator[str]:
             f"num_experts_per_tok={sizes.num_experts_per_tok} must lie between 1 and num_experts={sizes.num_experts}"
         )
     if layout.tp % layout.ep:
-        yield f"ep={layout.ep} does not divide tp={layout.tp}; ep must be one of {allowed_ep(sizes, layout.tp)}"
+        yield f"ep={layout.ep} does not divide tp={layout.tp}; {_ep_choices(sizes, layout.tp)}"
     if sizes.num_experts % layout.ep:
         yield (
             f"num_experts={sizes.num_experts} cannot be split over ep={layout.ep}; "
@@ -193,7 +201,7 @@ def _expert_faults(request: LayoutRequest) -> Iterator[str]:
     if layout.etp and sizes.moe_intermediate_size % layout.etp:
         yield (
             f"moe_intermediate_size={sizes.moe_intermediate_size} cannot be cut into etp={layout.etp} slices; "
-            f"ep must be one of {allowed_ep(sizes, layout.tp)} for tp={layout.tp}"
+            f"{_ep_choices(sizes, layout.tp)}"
         )
 
 
@@ -208,9 +216,10 @@ def _batch_faults(request: LayoutRequest) -> Iterator[str]:
         )
     tokens, tp = batch.num_sequences * batch.block_size, request.layout.tp
     if tokens % tp:
+        step = tp // gcd(tp, batch.num_sequences)
         yield (
             f"{batch.num_sequences} sequences x block_size={batch.block_size} = {tokens} tokens cannot be shared by "
-            f"tp={tp} ranks; the nearest block_size that can is {max(tp, batch.block_size // tp * tp)}"
+            f"tp={tp} ranks; the nearest block_size that can is {max(step, batch.block_size // step * step)}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 OUR_BLOCKS = ("parallel", "arguments")
 
-PARALLEL_KEYS = ("tp", "ep", "strategy", "cuda_graph", "overlap", "regather", "expert_backend")
+PARALLEL_KEYS = ("tp", "ep", "strategy", "cuda_graph", "overlap", "expert_backend")
 
 # Passed on to DeepSpeed, some of them checked or filled in on the way.
 PASSED_KEYS = (

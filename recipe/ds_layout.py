@@ -42,14 +42,13 @@ class WorldInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """The "parallel" block with nothing left open. `regather`: gather the tokens again in the backward pass."""
+    """The "parallel" block with nothing left open."""
 
     tp: int
     ep: int
     strategy: str
     cuda_graph: bool
     overlap: bool
-    regather: bool
     expert_backend: str
 
 
@@ -254,18 +253,11 @@ def _options(sources: Sources, *, block: Mapping[str, Any], layout: ParallelLayo
             sources.notes.append(f'"parallel.{key}": "auto" became false: {what} in this version')
         elif value is not False:
             sources.faults.append(f'"parallel.{key}": {value!r} is not available in this version; use "auto" or false')
-    regather = block.get("regather", "auto")
-    if regather == "auto":
-        regather = layout.ep > 1
-        sources.notes.append(f'"parallel.regather": "auto" became {str(regather).lower()} (ep={layout.ep})')
-    elif not isinstance(regather, bool):
-        sources.faults.append(f'"parallel.regather": {regather!r} is none of "auto", true, false')
     return ParallelOptions(
         tp=layout.tp,
         ep=layout.ep,
         strategy=str(strategy),
         cuda_graph=False,
         overlap=False,
-        regather=bool(regather),
         expert_backend=backend,
     )

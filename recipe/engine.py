@@ -8,7 +8,7 @@ checkpoints no other file imports deepspeed.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -19,16 +19,7 @@ from modeling.config import GatherMoeConfig
 from modeling.init import full_shapes, shard_table
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
-
-
-class MicroBatch(Protocol):
-    """What the step needs of a micro-batch; `recipe.data` makes them."""
-
-    input_ids: Tensor  # [B, S] int64
-    labels: Tensor  # [B, S] int64, unshifted, -100 where there is no target
-    document_starts: tuple[tuple[int, ...], ...]
-    token_mask: Tensor | None  # [B, S] bool, False for padding; None where every token is valid
-    num_targets: int
+from recipe.data.batches import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +96,10 @@ class StepCounts(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Mean cross-entropy in nats over `num_targets` targets."""
+    """Sum of negative log-likelihoods in nats over `num_targets` targets, of all ranks."""
 
-    loss: float
+    nll: float
     num_targets: int
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
 
 
 def tag_parameters(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelMesh) -> None:
@@ -222,7 +209,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Evaluation:
-        """Mean cross-entropy over all ranks' micro-batches; every dp rank must have the same number of them."""
+        """Cross-entropy over all ranks' micro-batches, of which every dp rank must have the same number."""
         self.ds.eval()
         nll, num_targets = torch.zeros((), dtype=torch.float64), 0
         for micro_batch in micro_batches:
@@ -232,8 +219,8 @@ class Engine:
         self.ds.train()
         totals = torch.stack([nll, torch.tensor(num_targets, dtype=torch.float64)]).to(self.ds.device)
         dist.all_reduce(totals, group=self.mesh.dp_group)
-        loss_sum, count = totals.tolist()
-        return Evaluation(loss_sum / max(count, 1), int(count))
+        total_nll, count = totals.tolist()
+        return Evaluation(total_nll, int(count))
 
     def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         device = self.ds.device

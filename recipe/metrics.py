@@ -97,6 +97,17 @@ class StepMeter:
         self._num_targets = self._num_tokens = self._squared_lengths = 0
         return totals
 
+    def state(self) -> dict[str, Any]:
+        """The sums so far, for a checkpoint between two logged steps."""
+        sums = None if self._sums is None else self._sums.tolist()
+        return {"sums": sums, "counts": (self._num_targets, self._num_tokens, self._squared_lengths)}
+
+    def restore(self, state: dict[str, Any], *, device: torch.device) -> None:
+        """Go on from a `state()`."""
+        sums = state["sums"]
+        self._sums = None if sums is None else torch.tensor(sums, dtype=torch.float64, device=device)
+        self._num_targets, self._num_tokens, self._squared_lengths = state["counts"]
+
 
 def combine_ranks(by_rank: Sequence[Totals], *, tp: int) -> Totals:
     """The sums of the whole run from those of every rank, in rank order: groups of tp ranks count once."""

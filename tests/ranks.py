@@ -57,6 +57,7 @@ def run_ranks(
             _end(world_size)
             raise RankError(f"ranks {sorted(waiting.values())} of {world_size} did not answer in {timeout_s} s")
         for pipe in ready:
+            assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
                 ok, value = pipe.recv()

@@ -121,10 +121,9 @@ def test_the_default_zero_stage_avoids_reductions_between_nodes_per_micro_batch(
 
 def test_parallel_options_name_what_auto_became() -> None:
     got = resolve({"parallel": {"ep": 1}})
-    assert (got.parallel.cuda_graph, got.parallel.overlap, got.parallel.regather) == (False, False, False)
+    assert (got.parallel.cuda_graph, got.parallel.overlap) == (False, False)
     assert got.parallel.expert_backend == "loop"
     assert '"parallel.cuda_graph": "auto" became false: steps run eagerly in this version' in got.notes
-    assert resolve({"parallel": {"ep": 4}}).parallel.regather is True
     gpu = WorldInfo(world_size=4, local_world_size=4, device="cuda")
     assert resolve(None, world=gpu).parallel.expert_backend == "grouped"
 
@@ -136,7 +135,6 @@ def test_parallel_options_name_what_auto_became() -> None:
         ({"overlap": True}, '"parallel.overlap": True is not available in this version; use "auto" or false'),
         ({"strategy": "all_to_all"}, '"parallel.strategy": "all_to_all" is not available in this version'),
         ({"strategy": "magic"}, "\"parallel.strategy\": 'magic' is unknown"),
-        ({"regather": 1}, '"parallel.regather": 1 is none of "auto", true, false'),
         ({"expert_backend": "fast"}, "\"parallel.expert_backend\": 'fast' is not one of auto, loop, grouped"),
         ({"expert_backend": "grouped", "tp": 4, "ep": 1}, "moe_intermediate_size / etp=2 must be a multiple of 4"),
         (["tp"], "\"parallel\" must be an object of keys and values, got ['tp']"),

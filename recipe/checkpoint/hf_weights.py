@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -70,6 +70,9 @@ def write_weights(
             for tensor_name, tensor in _whole_tensors(name, local, shape, source=source, table=table, kind=model_type):
                 writer.add(tensor_name, tensor.to(dtype))
     by_rank = ranks.gather(writer.finish())
+    errors = {rank: error for rank, error in enumerate(ranks.gather(writer.error)) if error}
+    if errors:
+        raise RuntimeError(f"the weights could not be written: {errors}")
     written = [file for files in by_rank for file in files]
     names = _final_names(len(written))
     for old, new in zip(written, names, strict=True):
@@ -169,15 +172,21 @@ def _gather_from(
 
 
 class _FileWriter:
-    """Collects tensors and writes a file whenever enough have come together."""
+    """Collects tensors and writes a file whenever enough have come together.
+
+    After a failed write it takes no more: `error` says why, and the other ranks are not left waiting in a gather.
+    """
 
     def __init__(self, folder: Path, *, rank: int, max_file_bytes: int) -> None:
         self._folder, self._rank, self._max_file_bytes = folder, rank, max_file_bytes
         self._tensors: dict[str, Tensor] = {}
         self._num_bytes = 0
         self._files: list[WrittenFile] = []
+        self.error: str | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
+        if self.error is not None:
+            return
         num_bytes = tensor.numel() * tensor.element_size()
         if self._tensors and self._num_bytes + num_bytes > self._max_file_bytes:
             self._flush()
@@ -192,7 +201,11 @@ class _FileWriter:
 
     def _flush(self) -> None:
         name = f"part-{self._rank:05d}-{len(self._files):05d}.safetensors"
-        save_file(self._tensors, self._folder / name, metadata={"format": "pt"})
+        try:
+            save_file(self._tensors, self._folder / name, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            self.error = f"{name}: {error}"
+            return
         shapes = {key: tuple(tensor.shape) for key, tensor in self._tensors.items()}
         sample = list(self._tensors)[:: max(1, len(self._tensors) // SAMPLED_PER_FILE)][:SAMPLED_PER_FILE]
         digests = {key: _digest(self._tensors[key]) for key in sample}

@@ -15,27 +15,59 @@ TAG = "deepspeed"
 RANK_FOLDER = "ranks"
 
 
-def save_native(engine: Engine, folder: Path) -> None:
-    """Write weights, optimizer state and this rank's random states below `folder`. Collective."""
-    engine.ds.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+class _HoldingBack:
+    """DeepSpeed's checkpoint engine, its errors kept until all ranks are through the barriers of a save.
+
+    DeepSpeed's save has barriers behind its writes: a rank that raised at once, on a full disk say, would leave the
+    others waiting there.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.error: Exception | None = None
+
+    def save(self, state_dict: Any, path: str) -> Any:
+        try:
+            return self._inner.save(state_dict, path)
+        except Exception as error:
+            self.error = self.error or error
+            return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def save_native(engine: Engine, folder: Path, *, rank_state: dict[str, Any]) -> None:
+    """Write weights, optimizer state, this rank's random states and `rank_state` below `folder`. Collective."""
+    inner = engine.ds.checkpoint_engine
+    holding = _HoldingBack(inner)
+    engine.ds.checkpoint_engine = holding
+    try:
+        engine.ds.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+    finally:
+        engine.ds.checkpoint_engine = inner
+    if holding.error is not None:
+        raise holding.error
     (folder / RANK_FOLDER).mkdir(exist_ok=True)
-    torch.save(_random_states(), _rank_file(folder, engine.mesh.rank))
+    torch.save({"random": _random_states(), "state": rank_state}, _rank_file(folder, engine.mesh.rank))
 
 
-def load_native(engine: Engine, folder: Path) -> None:
-    """Put back what `save_native` wrote, for the same layout and ZeRO stage. Collective.
+def load_native(engine: Engine, folder: Path) -> dict[str, Any]:
+    """Put back what `save_native` wrote, for the same layout and ZeRO stage; returns its `rank_state`. Collective.
 
     Raises RuntimeError where DeepSpeed finds nothing to load, which it reports by a warning only.
     """
     path, _ = engine.ds.load_checkpoint(str(folder), tag=TAG, load_module_strict=True)
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / TAG}")
-    states = torch.load(_rank_file(folder, engine.mesh.rank), weights_only=False)
+    saved = torch.load(_rank_file(folder, engine.mesh.rank), weights_only=False)
+    states = saved["random"]
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+    return saved["state"]
 
 
 def full_precision_shard(parameter: nn.Parameter) -> Tensor:

@@ -60,6 +60,16 @@ class PackedBlocks:
     def __len__(self) -> int:
         return self.num_tokens // self.block_size
 
+    def first(self, limit: int) -> "PackedBlocks":
+        """The first `limit` blocks, or all where there are fewer."""
+        num_tokens = min(limit, len(self)) * self.block_size
+        num_parts = int(np.searchsorted(self._stream_ends, num_tokens, side="left")) + 1
+        starts, ends = self._starts[:num_parts], self._ends[:num_parts].copy()
+        if len(ends):
+            ends[-1] -= max(0, int(self._stream_ends[:num_parts][-1]) - num_tokens)
+        kept = ends > starts
+        return PackedBlocks(self._tokens, stretches=Stretches(starts[kept], ends[kept]), block_size=self.block_size)
+
     def __getitem__(self, index: int) -> Block:
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")

@@ -1,0 +1,44 @@
+"""The hf/ folder of a checkpoint: configuration, weights, tokenizer, ready for AutoModel."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from recipe.checkpoint.agreement import on_first
+from recipe.checkpoint.hf_config import SpecialTokens, choose_type, config_dict, write_config_files
+from recipe.checkpoint.hf_weights import WeightSource, write_weights
+from recipe.checkpoint.native import full_precision_shard
+from recipe.engine import Engine
+from recipe.ranks import Ranks
+
+FOLDER = "hf"
+
+
+class ExportOptions(NamedTuple):
+    """hf_format as --hf_format has it; dtype of all weights, taken from the float32 master copies."""
+
+    hf_format: str
+    dtype: torch.dtype
+
+
+def export_hugging_face(engine: Engine, folder: Path, *, tokenizer: Any, options: ExportOptions, ranks: Ranks) -> str:
+    """Write everything AutoModel needs into `folder`; returns the model type. Collective over the whole world.
+
+    ValueError where --hf_format names a type that cannot express the model, RuntimeError where a check fails.
+    """
+    config = engine.model.config
+    model_type = choose_type(config, hf_format=options.hf_format)
+    tokens = SpecialTokens(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+    def write_small_files() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        dtype = str(options.dtype).removeprefix("torch.")
+        values = config_dict(config, model_type=model_type, dtype=dtype, tokens=tokens)
+        write_config_files(folder, values=values, tokens=tokens)
+        tokenizer.save_pretrained(folder)
+
+    on_first(write_small_files, ranks=ranks)
+    source = WeightSource(model=engine.model, config=config, mesh=engine.mesh, read=full_precision_shard)
+    write_weights(folder, source=source, model_type=model_type, dtype=options.dtype, ranks=ranks)
+    return model_type

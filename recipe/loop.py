@@ -1,0 +1,260 @@
+"""The training loop: steps, log lines, evaluations and checkpoints, from any checkpointed step to the last one."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from recipe.checkpoint.commit import write_checkpoint
+from recipe.checkpoint.find import Checkpoint
+from recipe.checkpoint.hugging_face import FOLDER, ExportOptions, export_hugging_face
+from recipe.checkpoint.native import load_native, save_native
+from recipe.data.agreement import check_batches
+from recipe.data.batches import evaluation_batches
+from recipe.data.loader import LoaderOptions, Step, StepLoader
+from recipe.data.packing import PackedBlocks
+from recipe.engine import Engine
+from recipe.flops import find_peak, sum_squared_lengths
+from recipe.metrics import (
+    EvalRecord,
+    StepMeter,
+    StepRecord,
+    StepState,
+    TrainingClock,
+    combine_ranks,
+    make_eval_record,
+    make_step_record,
+    read_peak_memory_bytes,
+)
+from recipe.records import MetricsWriter, ProgressBar, describe_evaluation
+from recipe.replicas import check_replicas
+from recipe.run import Run, check_resumable, checkpoint_details, pick_dtype
+from recipe.schedule import learning_rate_at
+
+
+class TrainResults(NamedTuple):
+    """What the last lines of a run report. `hf_folder` is None where no Hugging Face weights were written."""
+
+    steps: int
+    tokens: int
+    last: StepRecord | None
+    evaluation: EvalRecord | None
+    checkpoint: Path | None
+    hf_folder: Path | None
+
+
+class TrainingLoop:
+    """Holds what changes while training: the step, the position in the data, and the sums since the last log line."""
+
+    def __init__(self, run: Run, engine: Engine, *, checkpoint: Checkpoint | None) -> None:
+        self.run, self._engine = run, engine
+        sizes = run.config.sizes
+        self._meter = StepMeter(num_moe_layers=sizes.num_moe_layers, num_experts=sizes.num_experts)
+        self._step = self._position = 0
+        self._saved: Path | None = None
+        self._last: StepRecord | None = None
+        self._evaluation: EvalRecord | None = None
+        if checkpoint is not None:
+            check_resumable(run, checkpoint)
+            state = load_native(engine, checkpoint.folder)
+            self._meter.restore(state["meter"], device=engine.ds.device)
+            self._step, self._position, self._saved = (
+                checkpoint.step,
+                checkpoint.details["position"],
+                checkpoint.folder,
+            )
+        # All ranks of a machine measure at once, so that the sum is what they can do together.
+        run.ranks.barrier()
+        peak = find_peak(run.world.device, precision=run.settings.precision)
+        self._peak_flops_per_s = math.fsum(run.ranks.gather(peak.flops_per_s))
+        run.say(f"MFU is relative to {self._peak_flops_per_s / 1e12:.3f} TFLOP/s ({peak.source}, all ranks)")
+
+    def train(self) -> TrainResults:
+        """Run to the last step, evaluate, and save."""
+        run, arguments = self.run, self.run.arguments
+        max_steps = run.settings.schedule.max_steps
+        assert max_steps is not None
+        is_first = run.ranks.rank == 0
+        bar = ProgressBar(max_steps, first_step=self._step, show=is_first)
+        writer = self._open_metrics() if is_first else None
+        steps = self._loader().steps(self._position)
+        self._clock = TrainingClock()
+        try:
+            first = True
+            while self._step < max_steps:
+                step = next(steps)
+                if first:
+                    check_batches(step.micro_batches, ranks=run.ranks, tp=run.mesh.layout.tp)
+                    first = False
+                grad_norm = self._take(step, bar)
+                bar.advance()
+                if self._step % arguments.logging_steps == 0 or self._step == max_steps:
+                    self._last = self._log(grad_norm)
+                    bar.show(self._last)
+                    if writer is not None:
+                        writer.write(self._last)
+                self._between_steps(bar, writer, is_last=self._step == max_steps)
+            self._finish(bar, writer)
+        finally:
+            steps.close()  # type: ignore[attr-defined]
+            bar.close()
+            if writer is not None:
+                writer.close()
+        return self._results()
+
+    def _take(self, step: Step, bar: ProgressBar) -> float:
+        """One optimizer step."""
+        run, engine = self.run, self._engine
+        self._step += 1
+        counts = engine.count(step.micro_batches)
+        sums = engine.accumulate(step.micro_batches, counts=counts)
+        schedule, peak = run.settings.schedule, run.settings.optimizer.learning_rate
+        grad_norm = engine.update(learning_rate=learning_rate_at(self._step, schedule=schedule, peak=peak))
+        self._position = step.position
+        block_size = run.settings.block_size
+        num_tokens = sum(batch.input_ids.numel() for batch in step.micro_batches)
+        self._meter.add(
+            sums.nll,
+            num_targets=sum(batch.num_targets for batch in step.micro_batches),
+            num_tokens=num_tokens,
+            squared_lengths=sum(
+                sum_squared_lengths(batch.document_starts, block_size=block_size) for batch in step.micro_batches
+            ),
+            aux_losses=sums.balance_L / num_tokens,
+            z_losses=sums.z_L / num_tokens,
+            expert_counts=sums.expert_counts,
+        )
+        if counts.num_targets == 0:
+            bar.say(f"step {self._step}: an empty step, no token of its batch has a target")
+        if not math.isfinite(grad_norm):
+            bar.say(f"step {self._step}: the gradient norm is {grad_norm}; {engine.skipped_steps} steps skipped so far")
+        return grad_norm
+
+    def _log(self, grad_norm: float) -> StepRecord:
+        """Combine the sums of all ranks since the last line. Collective."""
+        run = self.run
+        totals = self._meter.take(peak_memory_bytes=read_peak_memory_bytes(run.world.device))
+        combined = combine_ranks(run.ranks.gather(totals), tp=run.mesh.layout.tp)
+        schedule, peak = run.settings.schedule, run.settings.optimizer.learning_rate
+        state = StepState(
+            step=self._step,
+            lr=learning_rate_at(self._step, schedule=schedule, peak=peak),
+            grad_norm=grad_norm,
+            tokens=self._position * run.settings.block_size,
+            skipped_steps=self._engine.skipped_steps,
+            elapsed_s=self._clock.lap(),
+        )
+        return make_step_record(combined, state=state, sizes=run.config.sizes, peak_flops_per_s=self._peak_flops_per_s)
+
+    def _between_steps(self, bar: ProgressBar, writer: MetricsWriter | None, *, is_last: bool) -> None:
+        """What is due after a step that is not the last one."""
+        arguments = self.run.arguments
+        if _is_due(self._step, every=arguments.check_replicas_steps):
+            check_replicas(self._engine, self.run.ranks)
+        if is_last:
+            return
+        with self._clock.paused():
+            if _is_due(self._step, every=arguments.eval_steps):
+                self._evaluate(bar, writer)
+            if _is_due(self._step, every=arguments.save_steps):
+                self._save(is_last=False)
+
+    def _finish(self, bar: ProgressBar, writer: MetricsWriter | None) -> None:
+        self._evaluate(bar, writer)
+        # A run that was already complete when it was resumed has nothing new to save.
+        if self._saved is None or self._saved.name != f"step-{self._step}":
+            self._save(is_last=True)
+
+    def _evaluate(self, bar: ProgressBar, writer: MetricsWriter | None) -> None:
+        run, layout = self.run, self.run.mesh.layout
+        blocks = _first_blocks(run.data.validation, run.arguments.max_eval_samples)
+        if not len(blocks):
+            return
+        num_sequences = run.arguments.per_device_eval_batch_size or run.settings.num_sequences
+        batches = evaluation_batches(blocks, num_sequences=num_sequences, dp=layout.dp, dp_rank=run.mesh.dp_rank)
+        result = self._engine.evaluate(batches)
+        self._evaluation = make_eval_record(result.nll, num_targets=result.num_targets, step=self._step)
+        bar.say(describe_evaluation(self._evaluation))
+        if writer is not None:
+            writer.write(self._evaluation)
+
+    def _save(self, *, is_last: bool) -> None:
+        run, arguments = self.run, self.run.arguments
+        with_hf = arguments.hf_save == "every" or (arguments.hf_save == "last" and is_last)
+        self._saved = write_checkpoint(
+            run.folder.checkpoints,
+            step=self._step,
+            ranks=run.ranks,
+            write=partial(self._write_files, with_hf=with_hf),
+            keep=arguments.save_total_limit,
+            details=checkpoint_details(run, position=self._position),
+        )
+
+    def _write_files(self, folder: Path, *, with_hf: bool) -> None:
+        run = self.run
+        save_native(self._engine, folder, rank_state={"meter": self._meter.state()})
+        if with_hf:
+            dtype = pick_dtype(run.arguments.hf_dtype, precision=run.settings.precision)
+            options = ExportOptions(run.arguments.hf_format, dtype)
+            export_hugging_face(
+                self._engine, folder / FOLDER, tokenizer=run.data.tokenizer, options=options, ranks=run.ranks
+            )
+
+    def _loader(self) -> StepLoader:
+        run = self.run
+        options = LoaderOptions(
+            num_sequences=run.settings.num_sequences,
+            seed=run.arguments.seed,
+            dp=run.mesh.layout.dp,
+            dp_rank=run.mesh.dp_rank,
+            accumulation=run.settings.accumulation,
+            num_workers=run.arguments.dataloader_num_workers,
+        )
+        return StepLoader(train_blocks(run), options=options, say=run.say)
+
+    def _open_metrics(self) -> MetricsWriter:
+        run = self.run
+        return MetricsWriter(
+            run.folder.path,
+            after_step=self._step or None,
+            tensorboard="tensorboard" in run.arguments.report_to,
+            say=run.say,
+        )
+
+    def _results(self) -> TrainResults:
+        latest = self.run.folder.checkpoints / "latest" if self._saved is not None else None
+        has_hf = latest is not None and (latest / FOLDER).is_dir()
+        return TrainResults(
+            steps=self._step,
+            tokens=self._position * self.run.settings.block_size,
+            last=self._last,
+            evaluation=self._evaluation,
+            checkpoint=latest,
+            hf_folder=latest / FOLDER if latest is not None and has_hf else None,
+        )
+
+
+def train_blocks(run: Run) -> PackedBlocks:
+    """The blocks that training goes through, as many as --max_train_samples allows."""
+    return _first_blocks(run.data.train, run.arguments.max_train_samples)
+
+
+def results_dict(results: TrainResults, run: Run) -> dict[str, Any]:
+    """The content of train_results.json."""
+    return {
+        "steps": results.steps,
+        "tokens": results.tokens,
+        "train": None if results.last is None else results.last.as_dict(),
+        "evaluation": None if results.evaluation is None else results.evaluation.as_dict(),
+        "unigram_entropy": run.data.report["unigram_entropy_nats"],
+        "checkpoint": None if results.checkpoint is None else str(results.checkpoint),
+        "hf_folder": None if results.hf_folder is None else str(results.hf_folder),
+    }
+
+
+def _first_blocks(blocks: PackedBlocks, limit: int | None) -> PackedBlocks:
+    return blocks if limit is None else blocks.first(limit)
+
+
+def _is_due(step: int, *, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,173 @@
+"""From settled settings to a run and an engine: data, tokenizer, model configuration, weights, optimizer."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers.utils.logging import set_verbosity
+
+from modeling.build import build_model
+from modeling.config import GatherMoeConfig
+from modeling.mesh import ParallelMesh
+from recipe.checkpoint.hf_config import choose_type
+from recipe.checkpoint.hf_load import load_weights
+from recipe.checkpoint.run_folder import RunFolder
+from recipe.data.options import DataOptions
+from recipe.data.prepare import PreparedData, prepare_data
+from recipe.ds_config import ResolvedConfig
+from recipe.engine import AdamOptions, Engine, build_optimizer
+from recipe.flags import Arguments
+from recipe.launch import World
+from recipe.ranks import Ranks
+from recipe.run import Run, describe_parameters
+from recipe.schedule import settle_schedule
+
+
+class Request(NamedTuple):
+    """What the command line and the JSON ask for, checked against each other and against the ranks there are."""
+
+    arguments: Arguments
+    settings: ResolvedConfig
+    model: Mapping[str, Any]  # keyword arguments of GatherMoeConfig
+    world: World
+
+
+def quieten_libraries(*, is_first: bool) -> None:
+    """Let DeepSpeed and transformers report warnings on the first rank and errors elsewhere, instead of every step."""
+    level = logging.WARNING if is_first else logging.ERROR
+    logging.getLogger("DeepSpeed").setLevel(level)
+    set_verbosity(level)
+
+
+def choose_threads(request: Request) -> None:
+    """Share a machine's CPUs among its ranks, unless the user decided: more threads than CPUs slow everything down."""
+    wanted = request.arguments.torch_num_threads
+    if wanted is None and "OMP_NUM_THREADS" not in os.environ and request.world.device == "cpu":
+        wanted = max(1, len(os.sched_getaffinity(0)) // request.world.local_world_size)
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+
+
+def prepare_run(
+    request: Request, *, mesh: ParallelMesh, ranks: Ranks, folder: RunFolder, say: Callable[[str], None]
+) -> Run:
+    """Read or make the data and settle what depends on it. Collective; ValueError on every rank alike."""
+    arguments = request.arguments
+    _check_eval_batch(request)
+    data = prepare_data(_data_options(arguments), ranks=ranks, say=say)
+    config = _model_config(request, data)
+    choose_type(config, hf_format=arguments.hf_format)  # rather now than at the first save
+    num_blocks = min(len(data.train), arguments.max_train_samples or len(data.train))
+    schedule = settle_schedule(
+        request.settings.schedule,
+        num_train_sequences=num_blocks,
+        sequences_per_step=request.settings.sequences_per_step,
+    )
+    return Run(
+        arguments=arguments,
+        settings=replace(request.settings, schedule=schedule),
+        config=config,
+        world=request.world,
+        mesh=mesh,
+        ranks=ranks,
+        folder=folder,
+        data=data,
+        say=say,
+    )
+
+
+def prepare_engine(run: Run) -> Engine:
+    """Make or load this rank's weights and hand them to DeepSpeed. Collective."""
+    arguments, optimizer = run.arguments, run.settings.optimizer
+    model = build_model(run.config, mesh=run.mesh, seed=arguments.seed)
+    if arguments.model_name_or_path is not None:
+        path = Path(arguments.model_name_or_path)
+        num_bytes = load_weights(model, config=run.config, mesh=run.mesh, folder=path)
+        run.say(f"model: weights from {path}, {num_bytes:,} bytes read by this rank")
+    if arguments.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    model.to(device=torch.device(run.world.device))  # type: ignore[call-arg]
+    run.say(describe_parameters(model, run.config))
+    adam = AdamOptions(
+        learning_rate=optimizer.learning_rate,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+    )
+    return Engine(model, ds_config=run.settings.engine, optimizer=build_optimizer(model, adam))
+
+
+def _data_options(arguments: Arguments) -> DataOptions:
+    return DataOptions(
+        block_size=arguments.block_size,
+        dataset_name=arguments.dataset_name,
+        dataset_config_name=arguments.dataset_config_name,
+        train_file=arguments.train_file,
+        validation_file=arguments.validation_file,
+        text_column_name=arguments.text_column_name,
+        validation_split_percentage=arguments.validation_split_percentage,
+        tokenizer_name=arguments.tokenizer_name or _own_tokenizer(arguments.model_name_or_path),
+        eos_token=arguments.eos_token,
+        train_vocab_size=arguments.train_vocab_size,
+        streaming=arguments.streaming,
+        max_train_documents=arguments.max_train_documents,
+        skip_invalid_text=arguments.skip_invalid_text,
+        preprocessing_num_workers=arguments.preprocessing_num_workers,
+        cache_dir=arguments.cache_dir,
+        overwrite_cache=arguments.overwrite_cache,
+    )
+
+
+def _own_tokenizer(model_folder: str | None) -> str | None:
+    """A checkpoint brings its tokenizer along."""
+    if model_folder is not None and (Path(model_folder) / "tokenizer_config.json").exists():
+        return model_folder
+    return None
+
+
+def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
+    arguments, tokenizer = request.arguments, data.tokenizer
+    vocab_size = data.report["vocab_size"]
+    if vocab_size > request.model["vocab_size"]:
+        raise ValueError(
+            f"the tokenizer has {vocab_size} entries, the model only vocab_size={request.model['vocab_size']}; "
+            f"use --config_overrides vocab_size={vocab_size} for a fresh model, or the tokenizer the model was "
+            "trained with"
+        )
+    config = GatherMoeConfig(
+        **_rope(request.model),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        router_aux_loss_coef=arguments.router_aux_loss_coef,
+        router_z_loss_coef=arguments.router_z_loss_coef,
+        logits_z_loss_coef=arguments.logits_z_loss_coef,
+        balance_scope=arguments.balance_scope,
+        experts_backend=request.settings.parallel.expert_backend,
+        use_cache=False,
+    )
+    config._attn_implementation = arguments.attn_implementation
+    return config
+
+
+def _rope(model: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta`, the name of older configurations, as the rope parameters of newer ones."""
+    values = dict(model)
+    theta = values.pop("rope_theta", None)
+    if theta is not None and values.get("rope_parameters") is None:
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    return values
+
+
+def _check_eval_batch(request: Request) -> None:
+    settings = request.settings
+    num_sequences = request.arguments.per_device_eval_batch_size or settings.num_sequences
+    if num_sequences * settings.block_size % settings.layout.tp:
+        raise ValueError(
+            f"per_device_eval_batch_size={num_sequences} x block_size={settings.block_size} tokens cannot be shared "
+            f"by tp={settings.layout.tp} ranks; use a multiple of {settings.layout.tp}"
+        )

@@ -1,0 +1,115 @@
+"""What a run consists of once everything is settled, and the record of it in run.json."""
+
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from modeling.config import GatherMoeConfig
+from modeling.mesh import ParallelMesh
+from recipe.checkpoint.find import Checkpoint
+from recipe.checkpoint.run_folder import RunFolder
+from recipe.data.prepare import PreparedData
+from recipe.ds_config import ResolvedConfig
+from recipe.flags import Arguments
+from recipe.flops import count_parameters
+from recipe.launch import World
+from recipe.ranks import Ranks
+
+# What a checkpoint's files depend on, and the meaning of its position in the data.
+FIXED_ON_RESUME = ("dp", "tp", "ep", "zero_stage", "precision", "block_size", "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that the training loop works with; the same on every rank but for the rank itself."""
+
+    arguments: Arguments
+    settings: ResolvedConfig
+    config: GatherMoeConfig
+    world: World
+    mesh: ParallelMesh
+    ranks: Ranks  # all of them, for host decisions
+    folder: RunFolder
+    data: PreparedData
+    say: Callable[[str], None]  # prints on rank 0
+
+
+def describe_run(run: Run) -> dict[str, Any]:
+    """The content of run.json."""
+    packages = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "gather-moe")
+    total, active = count_parameters(run.config.sizes)
+    return {
+        "arguments": {name: value for name, value in asdict(run.arguments).items() if name != "given"},
+        "given": dict(run.arguments.given),
+        "settings": asdict(run.settings),
+        "model": run.config.to_dict(),
+        "parameters": {"total": total, "active": active},
+        "world": asdict(run.world),
+        "data": run.data.report,
+        "command": sys.argv,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+    }
+
+
+def checkpoint_details(run: Run, *, position: int) -> dict[str, Any]:
+    """What is stored with a checkpoint and compared when it is resumed."""
+    layout = run.mesh.layout
+    return {
+        "position": position,
+        "tokens": position * run.settings.block_size,
+        "max_steps": run.settings.schedule.max_steps,
+        "dp": layout.dp,
+        "tp": layout.tp,
+        "ep": layout.ep,
+        "zero_stage": run.settings.zero_stage,
+        "precision": run.settings.precision,
+        "block_size": run.settings.block_size,
+        "data": [corpus["manifest"] for corpus in run.data.report["corpora"]],
+    }
+
+
+def check_resumable(run: Run, checkpoint: Checkpoint) -> None:
+    """ValueError with everything in which a checkpoint differs from this run; a new length is only said."""
+    now, then = checkpoint_details(run, position=0), checkpoint.details
+    faults = [f"{name}: {then[name]} then, {now[name]} now" for name in FIXED_ON_RESUME if then[name] != now[name]]
+    if faults:
+        raise ValueError(
+            f"{checkpoint.folder} was saved by another set-up and cannot be continued by this one:\n"
+            + "\n".join(f"  - {fault}" for fault in faults)
+            + "\nstart with the same settings and ranks, or begin a new run from its hf/ folder with "
+            "--model_name_or_path"
+        )
+    if then["max_steps"] != now["max_steps"]:
+        run.say(
+            f"warning: the run had max_steps={then['max_steps']} and now has {now['max_steps']}; "
+            "the learning rate follows the new schedule from here on"
+        )
+
+
+def describe_parameters(model: nn.Module, config: GatherMoeConfig) -> str:
+    """One line with the sizes of the whole model, and this rank's share by kind."""
+    total, active = count_parameters(config.sizes)
+    kinds = {"experts": ".experts.", "router": "mlp.gate.weight", "norms": "norm", "attention": ".self_attn."}
+    counts = dict.fromkeys([*kinds, "embedding and dense"], 0)
+    trainable = 0
+    for name, parameter in model.named_parameters():
+        kind = next((kind for kind, part in kinds.items() if part in name), "embedding and dense")
+        counts[kind] += parameter.numel()
+        trainable += parameter.numel() if parameter.requires_grad else 0
+    shares = ", ".join(f"{kind} {count:,}" for kind, count in counts.items() if count)
+    return (
+        f"model: {total:,} parameters, {active:,} active per token; on this rank {sum(counts.values()):,}, "
+        f"trainable {trainable:,}: {shares}"
+    )
+
+
+def pick_dtype(name: str, *, precision: str) -> torch.dtype:
+    """The type that --hf_dtype names; "auto" is the precision of the run."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return names[{"fp32": "float32", "bf16": "bfloat16"}[precision] if name == "auto" else name]

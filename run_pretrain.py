@@ -1,0 +1,142 @@
+"""Pretrain a Mixture-of-Experts language model: `deepspeed run_pretrain.py --ds_config ds_configs/NAME.json`."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipe.arguments import parse_arguments
+from recipe.checkpoint.errors import CheckpointError
+from recipe.ds_config import WorldInfo, load_ds_config, resolve_config
+from recipe.launch import check_world_size, read_world, start_ranks, stop_ranks
+from recipe.presets import model_kwargs, sizes_of
+
+if TYPE_CHECKING:
+    from recipe.loop import TrainingLoop, TrainResults
+    from recipe.prepare import Request
+
+USER_ERROR = 2  # exit code of a mistake in the settings; those of checkpoints are in recipe/checkpoint/errors.py
+
+Say = Callable[[str], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code. What the user can mend ends in one message, everything else in a traceback."""
+    from recipe.rendezvous import RendezvousError
+    from recipe.shared_memory import SharedMemoryError
+
+    rank = int(os.environ.get("RANK") or 0)
+    say: Say = print_line if rank == 0 else lambda line: None
+    try:
+        request = read_request(argv)
+    except ValueError as error:  # before the ranks meet, all of them see the same
+        return fail(error, rank=rank, only_first=True)
+    for note in request.settings.notes:
+        say(f"settings: {note}")
+    with ExitStack() as stack:
+        try:
+            loop = prepare(request, stack, say)
+        except (ValueError, CheckpointError, RendezvousError, SharedMemoryError) as error:
+            return fail(error, rank=rank)
+        try:
+            results = loop.train()
+        except CheckpointError as error:
+            return fail(error, rank=rank)
+        if rank == 0:
+            report(results, loop)
+    return 0
+
+
+def read_request(argv: Sequence[str] | None) -> "Request":
+    """Everything the user said, settled: flags, DeepSpeed JSON, model, and the ranks that were started."""
+    arguments = parse_arguments(argv)
+    world = read_world(os.environ)
+    check_world_size(world, expected=arguments.expect_world_size)
+    model = model_kwargs(
+        arguments.config_name or arguments.model_name_or_path or "", overrides=arguments.config_overrides
+    )
+    settings = resolve_config(
+        arguments,
+        ds_config=load_ds_config(arguments.ds_config),
+        ranks=WorldInfo(world_size=world.world_size, local_world_size=world.local_world_size, device=world.device),
+        sizes=sizes_of(model),
+        attention_dropout=model.get("attention_dropout", 0.0),
+    )
+
+    from recipe.prepare import Request
+
+    return Request(arguments, settings, model, world)
+
+
+def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
+    """Meet the other ranks; claim the output folder; find the checkpoint; make data, model and engine."""
+    import torch.distributed as dist
+
+    from modeling.mesh import build_mesh
+    from recipe.checkpoint.find import find_checkpoint
+    from recipe.checkpoint.run_folder import claim_run_folder
+    from recipe.loop import TrainingLoop
+    from recipe.prepare import choose_threads, prepare_engine, prepare_run, quieten_libraries
+    from recipe.ranks import TorchRanks
+    from recipe.records import write_json
+    from recipe.run import describe_run
+
+    arguments, resume = request.arguments, request.arguments.resume_from_checkpoint
+    quieten_libraries(is_first=request.world.rank == 0)
+    choose_threads(request)
+    stack.callback(stop_ranks, request.world)
+    start_ranks(request.world, environ=os.environ, say=say)
+    mesh = build_mesh(request.settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
+    say(f"layout: {mesh.layout}, {request.settings.precision}, ZeRO-{request.settings.zero_stage}")
+    # Decisions between hosts have a group of their own, also where tensors travel by NCCL.
+    ranks = TorchRanks(dist.new_group(backend="gloo"))
+
+    output_dir = Path(arguments.output_dir or "")
+    folder = claim_run_folder(output_dir, ranks=ranks, resume=resume, overwrite=arguments.overwrite_output_dir, say=say)
+    stack.enter_context(folder)
+    checkpoint = find_checkpoint(folder.checkpoints, resume=resume, ranks=ranks, say=say)
+    run = prepare_run(request, mesh=mesh, ranks=ranks, folder=folder, say=say)
+    engine = prepare_engine(run)
+    if ranks.rank == 0:
+        write_json(output_dir / "run.json", describe_run(run))
+    return TrainingLoop(run, engine, checkpoint=checkpoint)
+
+
+def report(results: "TrainResults", loop: "TrainingLoop") -> None:
+    """The last lines: how good the model is, against what, and the one line that opens it."""
+    from recipe.loop import results_dict
+    from recipe.records import write_json
+
+    run = loop.run
+    write_json(run.folder.path / "train_results.json", results_dict(results, run))
+    entropy = run.data.report["unigram_entropy_nats"]
+    if results.evaluation is not None and results.evaluation.eval_loss is not None:
+        print_line(
+            f"final eval loss {results.evaluation.eval_loss:.4f} nats per token; "
+            f"guessing by token frequency alone: {entropy:.4f}"
+        )
+    if results.hf_folder is not None:
+        print_line("open it with:")
+        print_line(
+            'python -c "from transformers import AutoModelForCausalLM; '
+            f"print(AutoModelForCausalLM.from_pretrained('{results.hf_folder}'))\""
+        )
+
+
+def fail(error: Exception, *, rank: int, only_first: bool = False) -> int:
+    """Print a mistake once; a rank other than the first says in one line that it ends, too."""
+    if rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif not only_first:
+        print(f"rank {rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+    return getattr(error, "exit_code", USER_ERROR)
+
+
+def print_line(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Initial weights: one model for every layout, and numbers that behave like independent normal ones."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling import init
+from modeling.build import build_model
+from modeling.config import GatherMoeConfig
+from modeling.init import fill_normal, normal_at
+from modeling.layout import ParallelLayout
+from modeling.mesh import ParallelMesh, one_rank_mesh
+from modeling.shard_table import ShardTable
+from modeling.sharding import join
+from tests.parity import mixed_config, tiny_config
+
+SAMPLE = 2**20
+
+
+def shards_of(config: GatherMoeConfig, tp_ep: tuple[int, int], *, seed: int = 1234) -> list[dict[str, Tensor]]:
+    """The parameters that every rank of a group draws, without any process group."""
+    layout = ParallelLayout(tp=tp_ep[0], ep=tp_ep[1])
+    group: Any = SimpleNamespace() if layout.tp > 1 else None
+    by_rank = []
+    for rank in range(layout.tp):
+        mesh = ParallelMesh(layout=layout, rank=rank, tp_group=group, dp_group=None, kv_group=None)
+        model = build_model(config, mesh=mesh, seed=seed)
+        by_rank.append({name: p.detach() for name, p in model.named_parameters()})
+    return by_rank
+
+
+@pytest.mark.parametrize("tp_ep", [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"vocab_size": 51, "tie_word_embeddings": True}, {"qk_norm": "full"}], ids=str)
+def test_every_layout_draws_the_same_weights(changes: dict[str, Any], tp_ep: tuple[int, int]) -> None:
+    config = mixed_config(**changes) if "qk_norm" not in changes else tiny_config(**changes)
+    [whole] = shards_of(config, (1, 1))
+    by_rank = shards_of(config, tp_ep)
+    layout = ParallelLayout(tp=tp_ep[0], ep=tp_ep[1])
+    table = ShardTable(layout, config.sizes.num_key_value_heads, config.qk_norm)
+    assert set(whole) == set(by_rank[0])
+    for name, tensor in whole.items():
+        shards = [table.shard(name, tuple(tensor.shape), group_rank=rank) for rank in range(layout.tp)]
+        parts = [local[name] for local in by_rank]
+        assert torch.equal(join(list(zip(parts, shards, strict=True))), tensor), name
+        # Padding holds no numbers, and replicas are bitwise alike.
+        assert sum(int((p != 0).sum()) for p in parts) == int((tensor != 0).sum()) * shards[0].num_replicas, name
+
+
+def test_dp_ranks_draw_the_same_weights() -> None:
+    layout = ParallelLayout(dp=3, tp=1, ep=1)
+    first, last = (
+        build_model(
+            tiny_config(),
+            mesh=ParallelMesh(layout=layout, rank=rank, tp_group=None, dp_group=None, kv_group=None),
+            seed=7,
+        ).state_dict()
+        for rank in (0, 2)
+    )
+    assert all(torch.equal(first[name], last[name]) for name in first)
+
+
+def test_norms_are_one_and_no_matrix_is_another() -> None:
+    [weights] = shards_of(mixed_config(), (1, 1))
+    flat = {}
+    for name, tensor in weights.items():
+        if tensor.dim() == 1:
+            assert torch.equal(tensor, torch.ones_like(tensor)), name
+        else:
+            slices = tensor if tensor.dim() == 3 else [tensor]
+            flat |= {f"{name}[{i}]": part.flatten()[:256] for i, part in enumerate(slices)}
+    assert len({tuple(part.tolist()) for part in flat.values()}) == len(flat) > 20
+
+
+def test_seed_and_name_decide_the_numbers() -> None:
+    counters = torch.arange(64)
+    base = normal_at(counters, name="a", seed=1)
+    assert torch.equal(base, normal_at(counters, name="a", seed=1))
+    assert not torch.isclose(base, normal_at(counters, name="a", seed=2)).any()
+    assert not torch.isclose(base, normal_at(counters, name="b", seed=1)).any()
+
+
+def test_the_numbers_stay_what_they_are() -> None:
+    """Old runs must be reproducible: a change of the generator is a change of every model."""
+    got = normal_at(torch.tensor([0, 1, 2**40]), name="lm_head.weight", seed=1234)
+    known = torch.tensor([-1.1455136252134086, 1.255968880734736, -0.11674011259764595], dtype=torch.float64)
+    torch.testing.assert_close(got, known, atol=1e-12, rtol=0)
+
+
+def test_the_numbers_are_normal() -> None:
+    x = normal_at(torch.arange(SAMPLE), name="w", seed=3)
+    assert x.dtype == torch.float64
+    assert torch.isfinite(x).all()
+    limit = 4 / math.sqrt(SAMPLE)  # four standard errors
+    assert abs(x.mean().item()) < limit
+    assert abs(x.std().item() - 1) < limit / math.sqrt(2)
+    assert abs(x.pow(3).mean().item()) < limit * math.sqrt(15)
+    assert abs(x.pow(4).mean().item() - 3) < limit * math.sqrt(96)
+    for bound in (0.5, 1.0, 2.0, 3.0, 4.0):
+        expected = math.erfc(bound / math.sqrt(2))
+        error = math.sqrt(expected * (1 - expected) / SAMPLE)
+        assert abs((x.abs() > bound).double().mean().item() - expected) < 4.5 * error, bound
+    assert 4.4 < x.abs().max().item() < 6.5
+
+
+@pytest.mark.parametrize("distance", [1, 2, 3, 32, 1024, 4096])
+def test_neighbours_are_not_correlated(distance: int) -> None:
+    x = normal_at(torch.arange(SAMPLE), name="w", seed=5)
+    a, b = x[:-distance], x[distance:]
+    limit = 4.5 / math.sqrt(a.numel())
+    assert abs((a * b).mean().item()) < limit
+    assert abs((a.square() * b.square()).mean().item() - 1) < limit * math.sqrt(8)
+
+
+def test_streams_of_neighbouring_seeds_and_names_are_not_correlated() -> None:
+    counters = torch.arange(SAMPLE // 4)
+    streams = [normal_at(counters, name=name, seed=seed) for seed in (0, 1) for name in ("experts.0", "experts.1")]
+    covariance = torch.stack(streams).cov()
+    assert (covariance - torch.eye(4)).abs().max() < 4.5 * math.sqrt(2 / counters.numel())
+
+
+def test_every_bit_of_the_counter_matters() -> None:
+    base = torch.full((63,), 12345)
+    flipped = base ^ (1 << torch.arange(63))
+    a, b = normal_at(base, name="w", seed=0), normal_at(flipped, name="w", seed=0)
+    assert not torch.isclose(a, b, atol=1e-6).any()
+
+
+def test_initializer_range_is_the_standard_deviation() -> None:
+    config = tiny_config(vocab_size=500, initializer_range=0.05)
+    [weights] = shards_of(config, (1, 1))
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.experts.down_proj"):
+        num = weights[name].numel()
+        assert abs(weights[name].std().item() / 0.05 - 1) < 4 / math.sqrt(2 * num), name
+
+
+def test_a_shard_is_drawn_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = ShardTable(ParallelLayout(tp=2, ep=1), 2, "none")
+    shard = table.shard("model.layers.0.mlp.experts.gate_up_proj", (4, 6, 5), group_rank=1)
+    got = []
+    for chunk in (1, 20, 10**6):
+        monkeypatch.setattr(init, "CHUNK", chunk)
+        local = torch.full(shard.shape, torch.nan)
+        fill_normal(local, name="w", shard=shard, seed=1, std=1.0)
+        got.append(local)
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[0], got[2])
+
+
+def test_low_precision_weights_are_the_rounded_ones() -> None:
+    config = tiny_config()
+    wide = build_model(config, mesh=one_rank_mesh(), seed=1)
+    narrow = build_model(config, mesh=one_rank_mesh(), seed=1, dtype=torch.bfloat16)
+    for (name, a), b in zip(wide.named_parameters(), narrow.parameters(), strict=True):
+        assert b.dtype == torch.bfloat16
+        assert ((a - b.float()).abs() <= a.abs() * 2**-8).all(), name
