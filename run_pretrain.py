@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for note in request.settings.notes:
         say(f"settings: {note}")
     with ExitStack() as stack:
+        stack.callback(stop_ranks, request.world)
         try:
+            join_ranks(request, say)
             loop = prepare(request, stack, say)
         except (ValueError, CheckpointError, RendezvousError, SharedMemoryError) as error:
             return fail(error, rank=rank)
@@ -70,30 +72,35 @@ def read_request(argv: Sequence[str] | None) -> "Request":
     return Request(arguments, settings, model, world)
 
 
+def join_ranks(request: "Request", say: Say) -> None:
+    """Make this process fit to be one of the ranks, and meet the others."""
+    from recipe.prepare import choose_threads, quieten_libraries
+
+    quieten_libraries(is_first=request.world.rank == 0)
+    choose_threads(request)
+    start_ranks(request.world, environ=os.environ, say=say)
+
+
 def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
-    """Meet the other ranks; claim the output folder; find the checkpoint; make data, model and engine."""
+    """Claim the output folder, find the checkpoint, make data, model and engine. The ranks have met."""
     import torch.distributed as dist
 
     from modeling.mesh import build_mesh
     from recipe.checkpoint.find import find_checkpoint
     from recipe.checkpoint.run_folder import claim_run_folder
     from recipe.loop import TrainingLoop
-    from recipe.prepare import choose_threads, prepare_engine, prepare_run, quieten_libraries
+    from recipe.prepare import prepare_engine, prepare_run
     from recipe.ranks import TorchRanks
     from recipe.records import write_json
     from recipe.run import describe_run
 
-    arguments, resume = request.arguments, request.arguments.resume_from_checkpoint
-    quieten_libraries(is_first=request.world.rank == 0)
-    choose_threads(request)
-    stack.callback(stop_ranks, request.world)
-    start_ranks(request.world, environ=os.environ, say=say)
-    mesh = build_mesh(request.settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
-    say(f"layout: {mesh.layout}, {request.settings.precision}, ZeRO-{request.settings.zero_stage}")
+    arguments, settings = request.arguments, request.settings
+    mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
+    say(f"layout: {mesh.layout}, {settings.precision}, ZeRO-{settings.zero_stage}")
     # Decisions between hosts have a group of their own, also where tensors travel by NCCL.
     ranks = TorchRanks(dist.new_group(backend="gloo"))
 
-    output_dir = Path(arguments.output_dir or "")
+    output_dir, resume = Path(arguments.output_dir or ""), arguments.resume_from_checkpoint
     folder = claim_run_folder(output_dir, ranks=ranks, resume=resume, overwrite=arguments.overwrite_output_dir, say=say)
     stack.enter_context(folder)
     checkpoint = find_checkpoint(folder.checkpoints, resume=resume, ranks=ranks, say=say)

@@ -1,5 +1,6 @@
 """Grouped-query attention over this rank's heads, with packed documents kept apart."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -78,6 +79,16 @@ def check_isolation(implementation: str) -> None:
         raise ValueError(
             f"attn_implementation={implementation!r} is not known to keep packed documents apart; "
             f"choose one of {sorted(known)}"
+        )
+
+
+def check_documents(starts: tuple[tuple[int, ...], ...], *, num_sequences: int, block_size: int) -> None:
+    """Refuse document starts that do not describe a batch of this shape."""
+    rising = (all(a < b for a, b in itertools.pairwise((-1, *row, block_size))) for row in starts)
+    if len(starts) != num_sequences or not all(rising) or any(row[:1] != (0,) for row in starts):
+        raise ValueError(
+            f"document_starts={starts} must hold, for each of {num_sequences} sequences, positions that rise from 0 "
+            f"and stay below {block_size}"
         )
 
 

@@ -48,6 +48,9 @@ def vocab_parallel_losses(
     weight_vD is this rank's rows of the head. The gradient for x is this rank's part, to be summed over the group;
     the gradient for the weight is complete. Without any target both losses are 0 and so is every gradient.
     """
+    if not torch.is_grad_enabled():
+        # A Function is told that a parameter needs its gradient even where none is recorded, as in evaluation.
+        x_TD, weight_vD = x_TD.detach(), weight_vD.detach()
     return TokenLosses(*_VocabParallelLosses.apply(x_TD, weight_vD, targets_T, vocabulary, z_coef))
 
 

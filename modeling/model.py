@@ -23,6 +23,7 @@ from .attention import (
     BY_MASK,
     AttentionInputs,
     GatherMoeAttention,
+    check_documents,
     check_isolation,
     document_positions,
     eager_attention,
@@ -124,12 +125,16 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         """input_ids [B, S], the whole group's on every rank -> last_hidden_state [B, S, D], or [t, D] under a mesh.
 
         attention_mask   [B, past + S], 0 for padding: attended to by nobody and routed to no expert
-        document_starts  per sequence, where its packed documents begin (the first at 0)
+        document_starts  per sequence, where its packed documents begin (the first at 0). Attention then goes by them
+                         alone, without a cache: padding must be a document of its own or the end of one.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if self.mesh.group is not None:
-            _check_mesh_call(self, input_ids, cache, use_cache)
+            _check_mesh_call(self, input_ids, cache)
+        if document_starts is not None and cache is not None:
+            raise ValueError("document_starts cannot be combined with a cache: documents are packed for training only")
+        if self.mesh.group is not None or document_starts is not None:
             use_cache = False
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -161,6 +166,7 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         documents = None
         if document_starts is not None:
             check_isolation(implementation)
+            check_documents(document_starts, num_sequences=embeds.shape[0], block_size=block_size)
             documents = find_documents(document_starts, block_size=block_size, device=device)
         if documents is not None:
             position_ids = document_positions(documents.starts, block_size=block_size, device=device)
@@ -174,7 +180,8 @@ class GatherMoeModel(GatherMoePreTrainedModel):
             mask = create_causal_mask(
                 config=self.config,
                 inputs_embeds=embeds,
-                attention_mask=attention_mask,
+                # Beside a mask or a cache transformers does not look for documents among the positions.
+                attention_mask=attention_mask if documents is None else None,
                 cache=cache,
                 position_ids=position_ids,
             )
@@ -318,7 +325,7 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         return super().generate(*args, **kwargs)
 
 
-def _check_mesh_call(model: GatherMoeModel, input_ids: Tensor | None, cache: Cache | None, use_cache: Any) -> None:
+def _check_mesh_call(model: GatherMoeModel, input_ids: Tensor | None, cache: Cache | None) -> None:
     tp = model.mesh.layout.tp
     if input_ids is None or cache is not None:
         raise ValueError("under a mesh a model takes input_ids only, without inputs_embeds and without a cache")

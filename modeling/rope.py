@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+BY_REACH = ("dynamic", "longrope")  # types whose frequencies depend on the furthest position, which the host reads
+
 
 class RotaryTables(NamedTuple):
     """cos and sin, each [B or 1, S, K], in the type they are applied in."""
@@ -27,8 +29,9 @@ def rotary_tables(config: Any, position_ids: Tensor, *, dtype: torch.dtype) -> R
         exponents = torch.arange(0, config.head_dim, 2, dtype=exact, device=device) / config.head_dim
         frequencies, scaling = 1.0 / (rope["rope_theta"] ** exponents), 1.0
     else:
-        seq_len = position_ids.shape[-1]
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=device, seq_len=seq_len)
+        # A token decoded with a cache stands far along although the call is one token long.
+        reach = int(position_ids.max()) + 1 if rope["rope_type"] in BY_REACH else None
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=device, seq_len=reach)
     angles = position_ids[..., None].to(exact) * frequencies.to(exact)
     angles = torch.cat((angles, angles), dim=-1)
     return RotaryTables((angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype))

@@ -152,7 +152,7 @@ class Engine:
         self.mesh = model.mesh
         tag_parameters(model, config=model.config, mesh=self.mesh)
         if not deepspeed.comm.is_initialized():
-            deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+            _join_communication()
         self.ds, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, mpu=Mpu(self.mesh), config=ds_config, dist_init_required=False
         )
@@ -245,6 +245,17 @@ class Engine:
                 square += parameter.grad.double().square().sum()
         dist.all_reduce(square, group=self.mesh.tp_group)
         return math.sqrt(square.item())
+
+
+def _join_communication() -> None:
+    """Let DeepSpeed use the process group that is already there.
+
+    On CPU without its shared-memory all-reduce: it would be compiled for half a minute, needs a compiler, leaves
+    buffers behind, and serves inference only.
+    """
+    if dist.get_backend() == "gloo":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 def _check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -77,7 +77,7 @@ class TrainingLoop:
         is_first = run.ranks.rank == 0
         bar = ProgressBar(max_steps, first_step=self._step, show=is_first)
         writer = self._open_metrics() if is_first else None
-        steps = self._loader().steps(self._position)
+        steps = self._loader(bar).steps(self._position)
         self._clock = TrainingClock()
         try:
             first = True
@@ -200,7 +200,7 @@ class TrainingLoop:
                 self._engine, folder / FOLDER, tokenizer=run.data.tokenizer, options=options, ranks=run.ranks
             )
 
-    def _loader(self) -> StepLoader:
+    def _loader(self, bar: ProgressBar) -> StepLoader:
         run = self.run
         options = LoaderOptions(
             num_sequences=run.settings.num_sequences,
@@ -210,7 +210,7 @@ class TrainingLoop:
             accumulation=run.settings.accumulation,
             num_workers=run.arguments.dataloader_num_workers,
         )
-        return StepLoader(train_blocks(run), options=options, say=run.say)
+        return StepLoader(train_blocks(run), options=options, say=bar.say)
 
     def _open_metrics(self) -> MetricsWriter:
         run = self.run

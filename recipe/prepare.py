@@ -58,7 +58,7 @@ def prepare_run(
     """Read or make the data and settle what depends on it. Collective; ValueError on every rank alike."""
     arguments = request.arguments
     _check_eval_batch(request)
-    data = prepare_data(_data_options(arguments), ranks=ranks, say=say)
+    data = prepare_data(data_options(arguments), ranks=ranks, say=say)
     config = _model_config(request, data)
     choose_type(config, hf_format=arguments.hf_format)  # rather now than at the first save
     num_blocks = min(len(data.train), arguments.max_train_samples or len(data.train))
@@ -101,7 +101,7 @@ def prepare_engine(run: Run) -> Engine:
     return Engine(model, ds_config=run.settings.engine, optimizer=build_optimizer(model, adam))
 
 
-def _data_options(arguments: Arguments) -> DataOptions:
+def data_options(arguments: Arguments) -> DataOptions:
     return DataOptions(
         block_size=arguments.block_size,
         dataset_name=arguments.dataset_name,

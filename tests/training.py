@@ -1,270 +1,73 @@
-"""Trains on batches that a test makes up: on ranks under the engine, or in one plain process to hold it against."""
+"""Runs the entry script's own steps inside a pool of ranks, on a small text and a small model."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+import json
+import os
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "dog", "run", "to", "an", "old", "tree", "river")
 
-from modeling.build import build_model
-from modeling.config import GatherMoeConfig
-from modeling.init import shard_table
-from modeling.layout import ParallelLayout
-from modeling.mesh import ParallelMesh, build_mesh
-from modeling.sharding import cut, join
-from tests.parity import Case, referee_model
+Flags = dict[str, Any]
 
 
-class Batch(NamedTuple):
-    """A global batch: ids and labels [sequences, positions], each sequence one document; mask is False for padding."""
-
-    ids: Tensor
-    labels: Tensor
-    mask: Tensor | None = None
-
-
-class Training(NamedTuple):
-    """How to train. `adam_eps=None` is plain SGD, whose steps do not blow rounding up; otherwise AdamW."""
-
-    learning_rate: float = 1e-3
-    adam_eps: float | None = 1e-6
-    weight_decay: float = 0.1
-    max_grad_norm: float = 0.0
-    num_steps: int = 1
-    balance_coef: float = 0.0
-    z_coef: float = 0.0
-    zero: dict[str, Any] = {}  # noqa: RUF012
-
-
-class Curves(NamedTuple):
-    """Per step: mean cross-entropy, balance loss and z-loss without their coefficients, norm before clipping."""
-
-    losses: list[float]
-    balance: list[float]
-    z: list[float]
-    norms: list[float]
-
-
-class Outcome(NamedTuple):
-    """Curves, and whole tensors by name: gradients of the first step, weights after the last one."""
-
-    curves: Curves
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
-def random_batch(*, seed: int = 7, num_sequences: int = 8, block_size: int = 16, vocab_size: int = 50) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, vocab_size, (num_sequences, block_size), generator=generator)
-    labels = ids.clone()
-    labels[0, block_size // 2 :] = -100
-    return Batch(ids, labels)
-
-
-def micro_batches(batch: Batch, case: Case, *, dp_rank: int) -> list[Any]:
-    """This dp rank's part of a global batch, cut as the loader cuts its stream."""
-    size = len(batch.ids) // (case.dp * case.accumulation)
-    parts = []
-    for a in range(case.accumulation):
-        first = (a * case.dp + dp_rank) * size
-        here = slice(first, first + size)
-        parts.append(
-            SimpleNamespace(
-                input_ids=batch.ids[here],
-                labels=batch.labels[here],
-                document_starts=((0,),) * size,
-                token_mask=None if batch.mask is None else batch.mask[here],
-                num_targets=int((batch.labels[here, 1:] != -100).sum()),
-            )
-        )
-    return parts
-
-
-def make_mesh(config: GatherMoeConfig, case: Case) -> ParallelMesh:
-    layout = ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)
-    return build_mesh(layout, num_key_value_heads=config.sizes.num_key_value_heads)
-
-
-def model_with(config: GatherMoeConfig, state: dict[str, Tensor], mesh: ParallelMesh) -> Any:
-    """Our model on this rank, holding its shards of `state`."""
-    model = build_model(config, mesh=mesh, seed=0)
-    table = shard_table(config, mesh)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(cut(state[name], table.shard(name, tuple(state[name].shape), group_rank=mesh.group_rank)))
-    return model
-
-
-def ds_config(case: Case, training: Training, *, num_sequences: int) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": num_sequences // (case.dp * case.accumulation),
-        "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": training.max_grad_norm,
-        "zero_optimization": {"stage": case.stage, **training.zero},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
+def write_inputs(folder: Path, *, num_documents: int = 120, **model: Any) -> Flags:
+    """A text, a model configuration and the flags that use them; the tokenizer has few entries."""
+    generator = random.Random(7)
+    lines = [" ".join(generator.choices(WORDS, k=generator.randint(8, 40))) for _ in range(num_documents)]
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    config = {
+        "model_type": "gather_moe",
+        "vocab_size": 304,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "max_position_embeddings": 64,
+        "qk_norm": "head",
     }
-    if case.bf16:
-        config |= {
-            "bf16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "communication_data_type": "fp32",
-        }
-    return config
+    (folder / "model.json").write_text(json.dumps(config | model))
+    return {
+        "train_file": text,
+        "config_name": folder / "model.json",
+        "cache_dir": folder / "cache",
+        "output_dir": folder / "run",
+        "train_vocab_size": 300,
+        "block_size": 16,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2,
+        "max_steps": 6,
+        "logging_steps": 1,
+    }
 
 
-def optimizer_for(model: torch.nn.Module, training: Training) -> torch.optim.Optimizer:
-    """Weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    if training.adam_eps is None:
-        return torch.optim.SGD(groups, lr=training.learning_rate)
-    return torch.optim.AdamW(groups, lr=training.learning_rate, eps=training.adam_eps)
+def write_ds_config(folder: Path, **content: Any) -> Flags:
+    path = folder / f"ds_config_{len(list(folder.glob('ds_config_*')))}.json"
+    path.write_text(json.dumps(content))
+    return {"ds_config": path}
 
 
-def start(
-    config: GatherMoeConfig,
-    state: dict[str, Tensor],
-    case: Case,
-    *,
-    training: Training = Training(),
-    num_sequences: int = 8,
-    prepare: Callable[[Any], None] = lambda model: None,
-) -> Any:
-    """Our engine on this rank; `prepare` sees the model before DeepSpeed does."""
-    from recipe.engine import Engine
+def train_on_ranks(rank: int, world_size: int, flags: Flags) -> tuple[Any, list[str]]:
+    """What `deepspeed run_pretrain.py` does with these flags once the ranks have met; results and lines said."""
+    import run_pretrain
+    from recipe.loop import results_dict
 
-    config.router_aux_loss_coef, config.router_z_loss_coef = training.balance_coef, training.z_coef
-    model = model_with(config, state, make_mesh(config, case))
-    if case.checkpointing:
-        model.gradient_checkpointing_enable()
-    prepare(model)
-    settings = ds_config(case, training, num_sequences=num_sequences)
-    return Engine(model, ds_config=settings, optimizer=optimizer_for(model, training))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    said: list[str] = []
+    request = run_pretrain.read_request([f"--{name}={value}" for name, value in flags.items()])
+    with ExitStack() as stack:
+        loop = run_pretrain.prepare(request, stack, said.append if rank == 0 else lambda line: None)
+        results = loop.train()
+        return results_dict(results, loop.run), said
 
 
-def gradient_shards(engine: Any) -> dict[str, Tensor]:
-    """This rank's shards of the reduced gradients; an AssertionError where one is None."""
-    from deepspeed.utils import safe_get_full_grad
-
-    shards = {}
-    for name, parameter in engine.model.named_parameters():
-        gradient = parameter.grad if engine.zero_stage == 0 else safe_get_full_grad(parameter)
-        assert gradient is not None, name
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        shards[name] = gradient.detach().float().clone().view(shape)
-    return shards
-
-
-def weight_shards(engine: Any) -> dict[str, Tensor]:
-    from recipe.checkpoint.native import full_precision_shard
-
-    return {name: full_precision_shard(p).float().clone() for name, p in engine.model.named_parameters()}
-
-
-def train_on_rank(
-    rank: int,
-    world_size: int,
-    config: GatherMoeConfig,
-    state: dict[str, Tensor],
-    case: Case,
-    batches: list[Batch],
-    training: Training,
-) -> tuple[Curves, dict[str, Tensor], dict[str, Tensor]]:
-    """Train under the engine; `batches` are taken in turn. Returns this rank's shards."""
-    engine = start(config, state, case, training=training, num_sequences=len(batches[0].ids))
-    curves = Curves([], [], [], [])
-    gradients: dict[str, Tensor] = {}
-    for step in range(training.num_steps):
-        parts = micro_batches(batches[step % len(batches)], case, dp_rank=engine.mesh.dp_rank)
-        counts = engine.count(parts)
-        sums = engine.accumulate(parts, counts=counts)
-        gradients = gradients or gradient_shards(engine)
-        totals = torch.stack([sums.nll, sums.balance_L.mean(), sums.z_L.mean()])
-        torch.distributed.all_reduce(totals, group=engine.mesh.dp_group)
-        curves.losses.append(totals[0].item() / max(counts.num_targets, 1))
-        curves.balance.append(totals[1].item() / counts.num_tokens)
-        curves.z.append(totals[2].item() / counts.num_tokens)
-        curves.norms.append(engine.update(learning_rate=training.learning_rate))
-    return curves, gradients, weight_shards(engine)
-
-
-def join_shards(
-    shards: list[dict[str, Tensor]], config: GatherMoeConfig, case: Case, *, shapes: dict[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
-    """Whole tensors from every rank's shards, after checking that ranks which hold the same part agree bit for bit."""
-    mesh: Any = SimpleNamespace(layout=ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep))
-    table = shard_table(config, mesh)
-    whole = {}
-    for name, shape in shapes.items():
-        places = [table.shard(name, shape, group_rank=rank % case.tp) for rank in range(len(shards))]
-        first_with: dict[Any, int] = {}
-        for rank, place in enumerate(places):
-            twin = first_with.setdefault(place.ranges, rank)
-            assert torch.equal(shards[rank][name], shards[twin][name]), f"{name} differs on ranks {twin} and {rank}"
-        whole[name] = join([(shards[rank][name], places[rank]) for rank in range(case.tp)])
-    return whole
-
-
-def join_outcomes(by_rank: list[Any], config: GatherMoeConfig, case: Case, state: dict[str, Tensor]) -> Outcome:
-    """One outcome from what `train_on_rank` returned on every rank, which must all report the same curves."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    for curves, _, _ in by_rank:
-        assert curves == by_rank[0][0]
-    gradients, weights = (
-        join_shards([result[part] for result in by_rank], config, case, shapes=shapes) for part in (1, 2)
-    )
-    return Outcome(by_rank[0][0], gradients, weights)
-
-
-def plain_training(
-    config: GatherMoeConfig, state: dict[str, Tensor], batches: list[Batch], training: Training
-) -> Outcome:
-    """The same in one plain process, with transformers' own model and the auxiliary losses written out again."""
-    model = referee_model(config, state)
-    optimizer = optimizer_for(model, training)
-    curves = Curves([], [], [], [])
-    gradients: dict[str, Tensor] = {}
-    for step in range(training.num_steps):
-        loss, balance, z = plain_losses(model, batches[step % len(batches)], num_active=config.num_experts_per_tok)
-        (loss + training.balance_coef * balance + training.z_coef * z).backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
-        bound = training.max_grad_norm or float("inf")
-        curves.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        for curve, value in zip(curves, (loss, balance, z), strict=False):
-            curve.append(value.item())
-    return Outcome(curves, gradients, {name: p.detach() for name, p in model.named_parameters()})
-
-
-def plain_losses(model: Any, batch: Batch, *, num_active: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy over the targets; balance and z-loss by their definitions, sequence by sequence."""
-    output = model(input_ids=batch.ids, use_cache=False, output_router_logits=True)
-    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100)
-    num_sequences = len(batch.ids)
-    balance, z = [], []
-    for logits in output.router_logits:
-        for logits_SE in logits.float().view(num_sequences, -1, logits.shape[-1]):
-            num_experts = logits_SE.shape[-1]
-            probs_SE = logits_SE.softmax(-1)
-            chosen = F.one_hot(probs_SE.topk(num_active).indices, num_experts).sum(1).float()
-            balance.append(num_experts * (chosen.mean(0) * probs_SE.mean(0)).sum())
-            z.append(logits_SE.logsumexp(-1).square().mean())
-    return loss, torch.stack(balance).mean(), torch.stack(z).mean()
-
-
-def assert_all_match(
-    got: dict[str, Tensor], want: dict[str, Tensor], *, atol: float = 1e-5, only: str = "", rtol: float = 0.0
-) -> None:
-    """Tensors by name are as close as asked; the message names the one that is not."""
-    assert got.keys() <= want.keys()
-    names = [name for name in got if only in name]
-    assert names
-    for name in names:
-        torch.testing.assert_close(
-            got[name], want[name], atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+def read_metrics(folder: Path, *, key: str = "loss") -> dict[int, dict[str, Any]]:
+    """The logged lines that have `key`, by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if key in line}

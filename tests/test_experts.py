@@ -1,0 +1,242 @@
+"""The experts' one autograd Function: both backends against a plain loop, in output and every gradient."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.experts import GatherMoeExperts, sort_by_local_expert
+from modeling.layout import ParallelLayout
+from modeling.mesh import ParallelMesh
+from tests.parity import tiny_config
+
+TOKENS, HIDDEN, WIDTH, EXPERTS, ACTIVE = 24, 32, 32, 8, 3
+NAMES = ("output", "x", "weights", "gate_up", "down")
+
+
+class Problem(NamedTuple):
+    """What one rank's experts are given, and the gradient that arrives at their output."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+    grad: Tensor
+
+
+def problem(dtype: torch.dtype, *, skip: tuple[int, ...] = (), padding: bool = False) -> Problem:
+    """Random tokens, of which none choose the experts in `skip`, and of which every fifth may be padding."""
+    generator = torch.Generator().manual_seed(2)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    scores = randn(TOKENS, EXPERTS)
+    scores[:, list(skip)] = -torch.inf
+    ids = scores.topk(ACTIVE).indices
+    weights = randn(TOKENS, ACTIVE).softmax(-1)
+    if padding:
+        ids[::5], weights[::5] = EXPERTS, 0.0
+    exact = torch.promote_types(dtype, torch.float32)
+    return Problem(
+        x=randn(TOKENS, HIDDEN).to(dtype),
+        ids=ids,
+        weights=weights.to(exact),
+        gate_up=randn(EXPERTS, 2 * WIDTH, HIDDEN).mul(0.2).to(dtype),
+        down=randn(EXPERTS, HIDDEN, WIDTH).mul(0.2).to(dtype),
+        grad=randn(TOKENS, HIDDEN).to(dtype),
+    )
+
+
+def experts_module(backend: str, *, ep: int = 1, group_rank: int = 0) -> GatherMoeExperts:
+    config = tiny_config(num_experts=EXPERTS, num_experts_per_tok=ACTIVE, experts_backend=backend)
+    layout = ParallelLayout(tp=ep, ep=ep)
+    mesh = ParallelMesh(layout=layout, rank=group_rank, tp_group=None, dp_group=None, kv_group=None)
+    return GatherMoeExperts(config, mesh=mesh)
+
+
+def run(backend: str, given: Problem, *, ep: int = 1, group_rank: int = 0) -> dict[str, Tensor]:
+    """Output and gradients of the module."""
+    module = experts_module(backend, ep=ep, group_rank=group_rank)
+    e = EXPERTS // ep
+    mine = slice(group_rank * e, (group_rank + 1) * e)
+    module.gate_up_proj = torch.nn.Parameter(given.gate_up[mine].clone())
+    module.down_proj = torch.nn.Parameter(given.down[mine].clone())
+    x, weights = given.x.clone().requires_grad_(), given.weights.clone().requires_grad_()
+    out = module(x, given.ids, weights)
+    out.backward(given.grad)
+    gradients = (x.grad, weights.grad, module.gate_up_proj.grad, module.down_proj.grad)
+    return dict(zip(NAMES, (out.detach(), *gradients), strict=True))
+
+
+def run_plainly(given: Problem, *, experts: range = range(EXPERTS)) -> dict[str, Tensor]:
+    """The definition, in float64 and by autograd: every token through every expert that it chose."""
+    x, weights, gate_up, down = (
+        t.double().requires_grad_() for t in (given.x, given.weights, given.gate_up, given.down)
+    )
+    out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for token in range(TOKENS):
+        for slot in range(ACTIVE):
+            expert = int(given.ids[token, slot])
+            if expert in experts:
+                gate, up = (gate_up[expert] @ x[token]).chunk(2)
+                row = F.one_hot(torch.tensor(token), TOKENS)[:, None] * (down[expert] @ (F.silu(gate) * up))
+                out = out + weights[token, slot] * row
+    out.backward(given.grad.double())
+    mine = slice(experts.start, experts.stop)
+    assert gate_up.grad is not None
+    assert down.grad is not None
+    gradients = (x.grad, weights.grad, gate_up.grad[mine], down.grad[mine])
+    return dict(zip(NAMES, (out.detach(), *gradients), strict=True))
+
+
+# Errors relative to the largest number of each tensor.
+BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+CASES: dict[str, dict[str, Any]] = {
+    "all experts": {},
+    "experts without rows": {"skip": (0, 3, 7)},
+    "padding": {"padding": True},
+    "padding, experts without rows": {"padding": True, "skip": (1, 2, 6)},
+}
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], *, bound: float) -> None:
+    for name in NAMES:
+        assert torch.isfinite(got[name]).all(), name
+        error = (got[name].double() - want[name]).abs().max() / want[name].abs().max().clamp(min=1e-12)
+        assert error < bound, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("loop", torch.float64),
+        ("loop", torch.float32),
+        ("loop", torch.bfloat16),
+        ("grouped", torch.float32),
+        ("grouped", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_backends_match_the_definition(backend: str, dtype: torch.dtype, case: str) -> None:
+    given = problem(dtype, **CASES[case])
+    got = run(backend, given)
+    assert {name: got[name].dtype for name in NAMES} == {
+        **dict.fromkeys(NAMES, dtype),
+        "weights": torch.promote_types(dtype, torch.float32),
+    }
+    assert_close(got, run_plainly(given), bound=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+@pytest.mark.parametrize("group_rank", [0, 3])
+def test_a_share_of_the_experts_makes_its_share_of_the_sum(backend: str, group_rank: int) -> None:
+    given = problem(torch.float32, padding=True)
+    experts = range(group_rank * 2, group_rank * 2 + 2)
+    assert_close(run(backend, given, ep=4, group_rank=group_rank), run_plainly(given, experts=experts), bound=2e-6)
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+def test_experts_that_nobody_chose_have_zero_gradients(backend: str) -> None:
+    got = run(backend, problem(torch.float32, skip=(0, 3, 7)))
+    for name in ("gate_up", "down"):
+        assert [bool(part.any()) for part in got[name]] == [e not in (0, 3, 7) for e in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+def test_a_rank_whose_experts_nobody_chose_gives_zeros(backend: str) -> None:
+    got = run(backend, problem(torch.float32, skip=(0, 1, 4)), ep=4, group_rank=0)
+    assert not any(got[name].any() for name in NAMES)
+    assert got["gate_up"].shape == (2, 2 * WIDTH, HIDDEN)
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+def test_a_batch_of_padding_gives_zeros(backend: str) -> None:
+    given = problem(torch.float32)
+    given = given._replace(ids=torch.full_like(given.ids, EXPERTS), weights=torch.zeros_like(given.weights))
+    got = run(backend, given)
+    assert not any(got[name].any() for name in NAMES)
+
+
+def _poisoned(original: Any, value: float) -> Any:
+    """torch's grouped product, with the rows past the last offset filled on purpose: they are uninitialised memory."""
+
+    def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        out = original(a, b, offs=offs)
+        if b.dim() == 3:
+            out[int(offs[-1]) :] = value
+        return out
+
+    return grouped_mm
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 6.5e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uninitialised_rows_reach_nobody(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float) -> None:
+    given = problem(dtype, padding=True)
+    want = run("grouped", given, ep=2, group_rank=1)
+    monkeypatch.setattr(F, "grouped_mm", _poisoned(F.grouped_mm, value))
+    got = run("grouped", given, ep=2, group_rank=1)
+    for name in NAMES:
+        assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+def test_results_repeat_bitwise(backend: str) -> None:
+    given = problem(torch.float32, padding=True)
+    first, second = run(backend, given), run(backend, given)
+    assert all(torch.equal(first[name], second[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+def test_frozen_experts_cost_no_weight_gradient(backend: str) -> None:
+    given, module = problem(torch.float32), experts_module(backend)
+    module.gate_up_proj = torch.nn.Parameter(given.gate_up, requires_grad=False)
+    module.down_proj = torch.nn.Parameter(given.down, requires_grad=False)
+    x = given.x.clone().requires_grad_()
+    module(x, given.ids, given.weights).backward(given.grad)
+    assert module.gate_up_proj.grad is None
+    assert module.down_proj.grad is None
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, run_plainly(given)["x"].float(), atol=1e-5, rtol=0)
+
+
+def test_the_sum_over_experts_is_made_in_float32() -> None:
+    """256 + 1 is 256 in bfloat16: with a running sum in it the last two experts of a token would be lost."""
+    module = experts_module("loop")
+    gate_up = torch.ones(EXPERTS, 2 * WIDTH, HIDDEN, dtype=torch.bfloat16)
+    down = torch.zeros(EXPERTS, HIDDEN, WIDTH, dtype=torch.bfloat16)
+    down[:, 0, 0] = 1.0
+    module.gate_up_proj, module.down_proj = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
+    x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
+    x[0, 0] = 16.0
+    for backend in ("loop", "grouped"):
+        module.backend = backend
+        out = module(x, torch.tensor([[0, 1, 2]]), torch.tensor([[1.0, 2.0**-8, 2.0**-8]]))
+        assert out[0, 0].item() == 258.0, backend  # silu(16) * 16 rounds to 256
+
+
+def test_rows_are_sorted_by_expert_and_cut_to_what_can_be_local() -> None:
+    ids = torch.tensor([[2, 0], [5, 3], [3, 2], [9, 9]])
+    fixed = sort_by_local_expert(ids, first_expert=2, num_local=2, read_counts=False)
+    read = sort_by_local_expert(ids, first_expert=2, num_local=2, read_counts=True)
+    assert fixed.ends is None
+    assert fixed.token_R.shape[0] == 4 * 2
+    assert fixed.valid_R is not None
+    assert fixed.valid_R.tolist() == [True] * 4 + [False] * 4
+    assert read.ends == [2, 4] == fixed.offsets_e.tolist()
+    assert read.pair_R.tolist() == fixed.pair_R[:4].tolist() == [0, 5, 3, 4]
+    assert read.token_R.tolist() == [0, 2, 1, 2]
+    one = sort_by_local_expert(ids, first_expert=2, num_local=1, read_counts=False)
+    assert one.token_R.shape[0] == 4  # a token chooses an expert at most once
+
+
+def test_auto_is_the_loop_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "grouped_mm", None)
+    assert torch.isfinite(run("auto", problem(torch.float32))["output"]).all()
+    with pytest.raises(TypeError, match="not callable"):
+        run("grouped", problem(torch.float32))

@@ -1,0 +1,525 @@
+"""Mixture-of-experts correctness: what users of other trainers found wrong, each held against one plain process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modeling import collectives
+from modeling.config import GatherMoeConfig
+from modeling.dispatch import Dispatch, dispatch_by_gathering_tokens
+from modeling.mesh import one_rank_mesh
+from modeling.moe import GatherMoeSparseBlock
+from modeling.router import GatherMoeRouter, Routing
+from tests.engine_runs import (
+    Batch,
+    Training,
+    accumulate,
+    assert_all_match,
+    ds_config,
+    export,
+    gradient_shards,
+    join_shards,
+    make_mesh,
+    model_with,
+    plain_training,
+    random_batch,
+    read_export,
+    start,
+    train,
+    train_in_trainer,
+    used_gradients,
+    weight_shards,
+)
+from tests.parity import Case, full_state, tiny_config
+from tests.ranks import run_ranks
+from tests.resolving import faults_of
+
+STAGES = [0, 1, 2, 3]
+GROUPS = [Case(), Case(tp=2, ep=2), Case(tp=4, ep=4), Case(dp=2, tp=2, ep=2), Case(dp=2, tp=2, ep=1)]
+
+
+def two_expert_routing() -> tuple[GatherMoeConfig, dict[str, Tensor]]:
+    """A model whose tokens below 25 all go to expert 0 and whose others all go to expert 1, in every layer.
+
+    Channel 0 carries the token's class, and neither attention nor experts write to it.
+    """
+    config = tiny_config(num_experts_per_tok=1, qk_norm="head", norm_topk_prob=False)
+    state = full_state(config)
+    state["model.embed_tokens.weight"][:25, 0] = 0.3
+    state["model.embed_tokens.weight"][25:, 0] = -0.3
+    for name, tensor in state.items():
+        if name.endswith("o_proj.weight"):
+            tensor[0] = 0
+        elif name.endswith("experts.down_proj"):
+            tensor[:, 0] = 0
+        elif name.endswith("mlp.gate.weight"):
+            tensor[2:] = 0
+            tensor[0], tensor[1] = 0.02 * tensor[0], 0.02 * tensor[1]
+            tensor[0, 0], tensor[1, 0] = 2, -2
+    return config, state
+
+
+def two_class_batch(*, first_class_first: bool, num_sequences: int = 4) -> Batch:
+    """Half of the sequences go to expert 0 only, the other half to expert 1 only; with two dp ranks, one half each."""
+    low = torch.randint(0, 25, (num_sequences // 2, 16), generator=torch.Generator().manual_seed(3))
+    parts = [low, low.flip(1) + 25]
+    ids = torch.cat(parts if first_class_first else parts[::-1])
+    return Batch(ids, ids.clone())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_r_moe_01_an_experts_gradient_does_not_depend_on_which_rank_used_it(stage: int) -> None:
+    config, state = two_expert_routing()
+    case, training = Case(dp=2, stage=stage), Training()
+    batch, swapped = (two_class_batch(first_class_first=first) for first in (True, False))
+    want = plain_training(config, state, batches=[batch], training=training)
+    got, other = (train(config, state, case, batches=[b], training=training) for b in (batch, swapped))
+    assert_all_match(got.gradients, want.gradients)
+    for name in (name for name in got.gradients if ".experts." in name):
+        gradient = got.gradients[name]
+        # A sum of two ranks' parts does not depend on their order, so not even rounding may tell them apart.
+        assert torch.equal(gradient, other.gradients[name]), name
+        assert gradient[:2].flatten(1).abs().amax(1).min() > 1e-4, "experts 0 and 1 are used"
+        assert not gradient[2:].any(), "experts 2 and 3 take part with a gradient of exactly zero"
+
+
+def _order_of_gradients(rank: int, world_size: int, config: Any, state: Any, batch: Batch, case: Case) -> list[str]:
+    arrived: list[str] = []
+
+    def watch(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+
+    engine = start(config, state, case, num_sequences=len(batch.ids), prepare=watch)
+    accumulate(engine, batch, case)
+    return arrived
+
+
+def test_r_moe_01_every_parameter_takes_part_in_an_order_that_routing_does_not_change() -> None:
+    config, state = two_expert_routing()
+    batch = two_class_batch(first_class_first=True)
+    orders = run_ranks(_order_of_gradients, 2, config, state, batch, Case(dp=2))
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == sorted(state)
+
+
+@pytest.mark.parametrize("case", GROUPS, ids=lambda case: f"dp{case.dp}-tp{case.tp}-ep{case.ep}")
+def test_r_moe_02_expert_gradients_do_not_depend_on_the_layout(case: Case) -> None:
+    config = tiny_config()
+    state, batch = full_state(config), random_batch()
+    want = plain_training(config, state, batches=[batch])
+    for stage in (1, 2):
+        got = train(config, state, case._replace(stage=stage), batches=[batch])
+        assert_all_match(got.gradients, want.gradients)
+    experts = [gradient for name, gradient in want.gradients.items() if ".experts." in name]
+    assert len(experts) == 4
+    assert min(gradient.abs().max() for gradient in experts) > 1e-3, "a factor of two would be seen"
+
+
+SHARED, EXPERT = "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.experts.down_proj"
+
+
+def _clip_forced_gradients(
+    rank: int, world_size: int, config: Any, state: dict[str, Tensor], case: Case
+) -> tuple[float, dict[str, Tensor]]:
+    """Four shared gradients of 3 and four of 4 in one rank's expert, all others 0; returns what the optimizer used."""
+
+    def force(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            forced = torch.zeros_like(parameter)
+            if name == "model.norm.weight":
+                forced[:4] = 3.0
+            elif name == EXPERT and rank % case.tp == 1:
+                forced[0, 0, :4] = 4.0
+            parameter.register_hook(lambda gradient, forced=forced: forced.to(gradient.dtype))
+
+    training = Training(adam_eps=None, weight_decay=0.0, max_grad_norm=1.0)
+    engine = start(config, state, case, training=training, prepare=force)
+    return used_gradients(engine, random_batch(), case)
+
+
+@pytest.mark.parametrize(
+    ("stage", "bf16"), [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)]
+)
+def test_r_moe_03_clipping_counts_expert_gradients(stage: int, bf16: bool) -> None:
+    config, case = tiny_config(), Case(tp=2, ep=2, stage=stage, bf16=bf16)
+    # Weights of zero, so that the change in a weight is the gradient to the last bit.
+    state = {name: torch.zeros_like(tensor) for name, tensor in full_state(config).items()}
+    by_rank = run_ranks(_clip_forced_gradients, 2, config, state, case)
+    used = join_shards([gradients for _, gradients in by_rank], config, case, whole=state)
+    for norm, _ in by_rank:
+        assert norm == pytest.approx(10.0, abs=1e-4), "6.0 is the norm without experts"
+    assert sum(gradient.square().sum().item() for gradient in used.values()) ** 0.5 == pytest.approx(1.0, abs=1e-4)
+    assert used[EXPERT][2, 0, :4].tolist() == pytest.approx([0.4] * 4, abs=1e-4)
+    assert used["model.norm.weight"][:4].tolist() == pytest.approx([0.3] * 4, abs=1e-4)
+
+
+def numbered_experts(config: GatherMoeConfig) -> dict[str, Tensor]:
+    state = full_state(config)
+    for name, tensor in state.items():
+        if ".experts." in name:
+            tensor.copy_(torch.arange(1.0, 1 + config.num_experts)[:, None, None].expand_as(tensor))
+    return state
+
+
+def _resume_numbered_experts(rank: int, world_size: int, config: Any, state: Any, case: Case, folder: Path) -> None:
+    from recipe.checkpoint.native import load_native, save_native
+
+    save_native(start(config, state, case), folder, rank_state={})
+    dist.barrier()
+    other = start(config, full_state(config), case)
+    load_native(other, folder)
+    first = other.mesh.ep_rank * config.num_experts // case.ep
+    for name, shard in weight_shards(other).items():
+        if ".experts." in name:
+            for expert, weights in enumerate(shard, start=first):
+                assert (weights == expert + 1).all(), (name, expert)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tp=2, ep=2, stage=2),
+        Case(tp=2, ep=1, stage=1),
+        Case(dp=2, tp=2, ep=2, stage=3),
+        Case(tp=4, ep=2),
+        Case(tp=4, ep=4),
+    ],
+    ids=lambda case: f"dp{case.dp}-tp{case.tp}-ep{case.ep}-zero{case.stage}",
+)
+def test_r_moe_04_a_checkpoint_holds_every_expert_once_and_in_its_place(case: Case, tmp_path: Path) -> None:
+    config, ranks = tiny_config(), case.dp * case.tp
+    state = numbered_experts(config)
+    run_ranks(export, ranks, config, state, case, tmp_path)
+    found = read_export(tmp_path)
+    for layer in range(2):
+        for leaf, shape in (("w1", (32, 32)), ("w2", (32, 32)), ("w3", (32, 32))):
+            prefix = f"model.layers.{layer}.block_sparse_moe.experts"
+            experts = {n.removeprefix(prefix + "."): t for n, t in found.items() if n.startswith(prefix) and leaf in n}
+            assert sorted(experts) == [f"{e}.{leaf}.weight" for e in range(4)]
+            for expert in range(4):
+                assert torch.equal(experts[f"{expert}.{leaf}.weight"], torch.full(shape, expert + 1.0))
+    run_ranks(_resume_numbered_experts, ranks, config, state, case, tmp_path)
+
+
+def _step_with_users_optimizer(
+    rank: int, world_size: int, config: Any, state: dict[str, Tensor], case: Case
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    from recipe.engine import Engine
+
+    model = model_with(config, state, make_mesh(config, case))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine = Engine(model, ds_config=ds_config(case), optimizer=optimizer)
+    before = weight_shards(engine)
+    accumulate(engine, random_batch(), case)
+    engine.update(learning_rate=0.1)
+    return before, weight_shards(engine)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_r_moe_05_one_step_of_a_users_optimizer_changes_every_parameter(stage: int) -> None:
+    config, case = tiny_config(qk_norm="head"), Case(tp=2, ep=2, stage=stage)
+    state = full_state(config)
+    by_rank = run_ranks(_step_with_users_optimizer, 2, config, state, case)
+    before, after = (join_shards([result[i] for result in by_rank], config, case, whole=state) for i in (0, 1))
+    for name, tensor in after.items():
+        changed = (tensor - before[name]).abs()
+        # AdamW's first step moves whatever has a gradient by the learning rate; of experts, every single one.
+        parts = changed if ".experts." in name else [changed]
+        assert min(part.max().item() for part in parts) > 0.05, name
+
+
+def _step_with_forgotten_experts(rank: int, world_size: int, config: Any, state: Any, case: Case) -> None:
+    from recipe.engine import Engine
+
+    model = model_with(config, state, make_mesh(config, case))
+    stale = [torch.nn.Parameter(p.detach().clone()) if ".experts." in n else p for n, p in model.named_parameters()]
+    with pytest.raises(
+        ValueError, match=r"4 trainable parameters .* no group .* \['model.layers.0.mlp.experts.gate_up_proj'"
+    ):
+        Engine(model, ds_config=ds_config(case), optimizer=torch.optim.AdamW(stale))
+
+
+def test_r_moe_05_an_optimizer_of_discarded_experts_is_refused_by_name() -> None:
+    config = tiny_config()
+    run_ranks(_step_with_forgotten_experts, 2, config, full_state(config), Case(tp=2, ep=2))
+
+
+def test_r_moe_05_one_step_of_hugging_faces_trainer_changes_every_parameter(tmp_path: Path) -> None:
+    config = tiny_config(qk_norm="head")
+    model = model_with(config, full_state(config), one_rank_mesh())
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    train_in_trainer(model, random_batch(), folder=tmp_path, learning_rate=0.1, weight_decay=0.0)
+    for name, parameter in model.named_parameters():
+        changed = (parameter.detach() - before[name]).abs()
+        parts = changed if ".experts." in name else [changed]
+        assert min(part.max().item() for part in parts) > 0.05, name
+
+
+def _initial_shards(rank: int, world_size: int, config: Any, case: Case) -> dict[str, Tensor]:
+    from modeling.build import build_model
+
+    model = build_model(config, mesh=make_mesh(config, case), seed=1234)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "case", [Case(tp=2, ep=2), Case(tp=4, ep=4), Case(tp=4, ep=1), Case(dp=2, tp=2, ep=2)], ids=str
+)
+def test_r_moe_06_no_two_experts_or_shards_start_equal_and_replicas_do(case: Case) -> None:
+    from modeling.build import build_model
+
+    config = tiny_config()
+    alone = dict(build_model(config, mesh=one_rank_mesh(), seed=1234).named_parameters())
+    shards = run_ranks(_initial_shards, case.dp * case.tp, config, case)
+    whole = join_shards(shards, config, case, whole=alone)  # asserts that replicas are bitwise equal
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, alone[name]), name
+        if tensor.dim() == 1:
+            continue
+        rows = tensor.flatten(0, -2) if tensor.dim() == 3 else tensor
+        assert len(rows.unique(dim=0)) == len(rows), f"{name} has equal rows"
+        local = [shards[rank][name] for rank in range(case.tp)]
+        distinct = {part.numpy().tobytes() for part in local}
+        num_copies = {"k_proj": case.tp // 2, "v_proj": case.tp // 2, "mlp.gate": case.tp}
+        copies = next((n for key, n in num_copies.items() if key in name), 1)
+        assert len(distinct) == case.tp // copies, name
+
+
+def _block_gradients(
+    config: GatherMoeConfig, state: dict[str, Tensor], x_tD: Tensor, cotangent_tD: Tensor, mesh: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one MoE block: the gradient for its input, that for the routing weights at a fixed routing, and its output."""
+    block = GatherMoeSparseBlock(config, mesh=mesh)
+    model = model_with(config, state, mesh)
+    block.load_state_dict(model.model.layers[0].mlp.state_dict())
+    x_tD = x_tD.clone().requires_grad_()
+    out_tD, routing = block(x_tD)
+    (out_tD * cotangent_tD).sum().backward()
+    weights_tA = routing.weights_tA.detach().requires_grad_()
+    fixed = Routing(routing.logits_tE, routing.expert_ids_tA, weights_tA)
+    out_again_tD = dispatch_by_gathering_tokens(Dispatch(x_tD.detach(), fixed, block.experts, mesh))
+    (out_again_tD * cotangent_tD).sum().backward()
+    assert x_tD.grad is not None
+    assert weights_tA.grad is not None
+    return x_tD.grad, weights_tA.grad, out_tD.detach()
+
+
+def _sliced(name: str) -> Callable[..., Any]:
+    """A backward that keeps this rank's rows of its own gradient and drops what the other ranks found."""
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[-1]
+        own = grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)].contiguous()
+        return (own, None) if name == "_GatherTokens" else (None, own, None)
+
+    return backward
+
+
+def _check_block_gradients(
+    rank: int, world_size: int, config: Any, state: dict[str, Tensor], case: Case, broken: str | None
+) -> tuple[bool, bool, bool]:
+    """Whether input gradient, routing weights' gradient and output are those of a single rank."""
+    generator = torch.Generator().manual_seed(11)
+    x_TD, cotangent_TD = (torch.randn(24, 32, generator=generator) for _ in range(2))
+    want = _block_gradients(config, state, x_TD, cotangent_TD, one_rank_mesh())
+    with pytest.MonkeyPatch.context() as patch:
+        if broken is not None:
+            patch.setattr(getattr(collectives, broken), "backward", staticmethod(_sliced(broken)))
+        mine = [part.chunk(world_size)[rank] for part in (x_TD, cotangent_TD)]
+        got = _block_gradients(config, state, *mine, make_mesh(config, case))
+    first, second, third = (
+        torch.allclose(a, b.chunk(world_size)[rank], atol=1e-5, rtol=0) for a, b in zip(got, want, strict=True)
+    )
+    return first, second, third
+
+
+@pytest.mark.parametrize("ep", [2, 1])
+def test_r_moe_07_gradients_of_the_input_and_of_the_gates_match_one_rank(ep: int) -> None:
+    config = tiny_config()
+    case = Case(tp=2, ep=ep)
+    assert run_ranks(_check_block_gradients, 2, config, full_state(config), case, None) == [(True, True, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "holds"), [("_GatherTokens", (False, True, True)), ("_GatherRouting", (False, False, True))]
+)
+def test_r_moe_07_would_notice_a_backward_that_drops_the_other_ranks_part(
+    broken: str, holds: tuple[bool, bool, bool]
+) -> None:
+    config = tiny_config()
+    case = Case(tp=2, ep=2)
+    assert run_ranks(_check_block_gradients, 2, config, full_state(config), case, broken) == [holds] * 2
+
+
+@pytest.mark.slow
+def test_r_moe_08_all_zero_stages_give_the_same_losses() -> None:
+    config = tiny_config()
+    state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
+    training = Training(num_steps=5, max_grad_norm=0.2, balance_coef=0.01, z_coef=0.001)
+    curves = {}
+    for stage in STAGES:
+        for overlap in (False, True) if stage else (False,):
+            case = Case(dp=2, tp=2, ep=2, stage=stage)
+            zero = {"overlap_comm": overlap} if stage else {}
+            curves[stage, overlap] = train(
+                config, state, case, batches=batches, training=training._replace(zero=zero)
+            ).curves.losses
+    want = plain_training(config, state, batches=batches, training=training).curves.losses
+    assert want[0] - want[-1] > 0.01, "the model learns the batch of steps 0, 2 and 4"
+    for losses in curves.values():
+        torch.testing.assert_close(losses, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_r_moe_08_all_zero_stages_give_the_same_losses_in_bf16() -> None:
+    config = tiny_config()
+    state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
+    training = Training(num_steps=5, max_grad_norm=0.2)
+    want = plain_training(config, state, batches=batches, training=training).curves.losses
+    for stage in (1, 2, 3):
+        for overlap in (False, True):
+            case = Case(dp=2, stage=stage, bf16=True)
+            got = train(
+                config, state, case, batches=batches, training=training._replace(zero={"overlap_comm": overlap})
+            )
+            torch.testing.assert_close(got.curves.losses, want, atol=1e-2, rtol=0)  # not a number is not close
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_r_moe_09_ranks_may_route_to_different_experts(stage: int) -> None:
+    config, state = two_expert_routing()
+    batch, training = two_class_batch(first_class_first=True), Training(num_steps=3)
+    want = plain_training(config, state, batches=[batch], training=training)
+    got = train(config, state, Case(dp=2, stage=stage), batches=[batch], training=training)
+    torch.testing.assert_close(got.curves.losses, want.curves.losses, atol=1e-5, rtol=0)
+    assert_all_match(got.gradients, want.gradients)
+    assert_all_match(got.weights, want.weights)
+
+
+def test_r_moe_09_ranks_may_route_to_different_experts_in_bf16_under_zero_3() -> None:
+    config, state = two_expert_routing()
+    batch, training = two_class_batch(first_class_first=True), Training(num_steps=3)
+    want = plain_training(config, state, batches=[batch], training=training)
+    got = train(config, state, Case(dp=2, stage=3, bf16=True), batches=[batch], training=training)
+    torch.testing.assert_close(got.curves.losses, want.curves.losses, atol=2e-2, rtol=0)
+    for name, gradient in got.gradients.items():
+        error = (gradient - want.gradients[name]).norm() / want.gradients[name].norm()
+        assert error < 0.05, f"{name}: {error}"
+
+
+def _leaves(rank: int, world_size: int, config: Any, state: Any) -> list[str]:
+    from deepspeed.utils import z3_leaf_module
+
+    engine = start(config, state, Case(stage=3))
+    return [name for name, module in engine.model.named_modules() if z3_leaf_module(module)]
+
+
+def test_r_moe_09_the_model_declares_its_zero_3_leaves_itself() -> None:
+    config = tiny_config()
+    assert run_ranks(_leaves, 1, config, full_state(config)) == [["model.layers.0", "model.layers.1"]]
+
+
+def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Case) -> int:
+    checked = 0
+
+    def check(router: Any, args: tuple[Tensor], kwargs: dict[str, Any], routing: Routing) -> None:
+        nonlocal checked
+        [x_tD], weight_ED = args, router.weight
+        assert (x_tD.dtype, weight_ED.dtype) == (torch.bfloat16, torch.bfloat16)
+        assert (routing.logits_tE.dtype, routing.weights_tA.dtype) == (torch.float32, torch.float32)
+        logits_tE = x_tD.float() @ weight_ED.float().t()
+        torch.testing.assert_close(routing.logits_tE, logits_tE, atol=1e-6, rtol=0)
+        rounded_tE = (x_tD @ weight_ED.t()).float()
+        assert (rounded_tE - logits_tE).abs().max() > 1e-4, "logits computed in bf16 would be seen"
+        chosen = logits_tE.softmax(-1).topk(2)
+        assert torch.equal(routing.expert_ids_tA, chosen.indices)
+        weights_tA = chosen.values / chosen.values.sum(-1, keepdim=True)
+        torch.testing.assert_close(routing.weights_tA, weights_tA, atol=1e-6, rtol=0)
+        checked += 1
+
+    def watch(model: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, GatherMoeRouter):
+                module.register_forward_hook(check, with_kwargs=True)
+
+    engine = start(config, state, case, prepare=watch)
+    accumulate(engine, random_batch(), case)
+    return checked
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_r_moe_10_a_bf16_engine_routes_in_float32(stage: int) -> None:
+    config, case = tiny_config(), Case(tp=2, ep=2, stage=stage, bf16=True)
+    assert run_ranks(_check_routers, 2, config, full_state(config), case) == [2, 2]
+
+
+def test_r_moe_10_bf16_without_zero_is_refused() -> None:
+    assert "bf16" in faults_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}})
+
+
+def padded_batch(*, pad_with_a_real_token: bool) -> tuple[Batch, Batch, Batch]:
+    """A sequence of five tokens alone, a full one of sixteen, and both together with the short one padded."""
+    full = random_batch(seed=5, num_sequences=2)
+    short_ids = full.ids[:1, :5]
+    ids, labels = full.ids.clone(), full.ids.clone()
+    ids[0, 5:], labels[0, 5:] = short_ids[0, 2] if pad_with_a_real_token else 0, -100
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[0, 5:] = False
+    return Batch(short_ids, short_ids), Batch(full.ids[1:], full.ids[1:]), Batch(ids, labels, mask)
+
+
+def _one_process_pass(config: GatherMoeConfig, state: dict[str, Tensor], batch: Batch) -> Any:
+    """Logits, expert counts and gradients, the losses divided by the counts of the two sequences together."""
+    model = model_with(config, state, one_rank_mesh())
+    output = model(
+        input_ids=batch.ids,
+        labels=batch.labels,
+        attention_mask=batch.mask,
+        num_items_in_batch=4 + 15,
+        num_tokens_in_batch=5 + 16,
+        use_cache=False,
+    )
+    output.loss.backward()
+    return output, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("pad_with_a_real_token", [False, True])
+def test_r_moe_11_padding_is_not_routed_and_changes_nothing(pad_with_a_real_token: bool) -> None:
+    config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
+    state = full_state(config)
+    short, full, both = padded_batch(pad_with_a_real_token=pad_with_a_real_token)
+    (one, one_grads), (two, two_grads), (got, got_grads) = (
+        _one_process_pass(config, state, batch) for batch in (short, full, both)
+    )
+    assert one.sums.expert_counts.sum(1).tolist() == [10, 10]
+    assert torch.equal(got.sums.expert_counts, one.sums.expert_counts + two.sums.expert_counts)
+    torch.testing.assert_close(got.logits[0, :5], one.logits[0], atol=1e-5, rtol=0)
+    assert_all_match(got_grads, {name: one_grads[name] + two_grads[name] for name in one_grads})
+
+
+def _padded_pass(rank: int, world_size: int, config: Any, state: Any, case: Case, batch: Batch) -> Any:
+    training = Training(balance_coef=0.1, z_coef=0.01)
+    engine = start(config, state, case, training=training, num_sequences=2)
+    sums = accumulate(engine, batch, case)
+    dist.all_reduce(sums.expert_counts, group=engine.mesh.dp_group)
+    return sums.expert_counts, gradient_shards(engine)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(tp=2, ep=2, stage=2), Case(tp=2, ep=1), Case(dp=2, tp=2, ep=2, stage=1)], ids=str
+)
+def test_r_moe_11_padding_is_not_routed_on_several_ranks(case: Case) -> None:
+    config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
+    state = full_state(config)
+    batch = padded_batch(pad_with_a_real_token=True)[2]
+    want, want_grads = _one_process_pass(config, state, batch)
+    by_rank = run_ranks(_padded_pass, case.dp * case.tp, config, state, case, batch)
+    for counts, _ in by_rank:
+        assert torch.equal(counts, want.sums.expert_counts)
+    assert_all_match(join_shards([grads for _, grads in by_rank], config, case, whole=state), want_grads)
