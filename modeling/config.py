@@ -30,7 +30,8 @@ class GatherMoeConfig(PreTrainedConfig):
     """
 
     model_type = "gather_moe"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    # What Trainer's evaluation keeps of an output: the logits. It cannot gather the rest, and needs a list here.
+    keys_to_ignore_at_inference = ["cache", "past_key_values", "lm_loss", "aux_loss", "z_loss", "sums"]  # noqa: RUF012
     attribute_map = {"num_local_experts": "num_experts"}  # noqa: RUF012
 
     vocab_size: int = 32000

@@ -11,7 +11,7 @@ from .config import GatherMoeConfig
 from .mesh import ParallelMesh
 from .moe import GatherMoeMlp, GatherMoeSparseBlock
 from .norm import RmsNorm
-from .router import RouterStatistics, router_statistics
+from .router import router_statistics
 
 
 class TokenPlace(NamedTuple):
@@ -48,8 +48,11 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
 
     def forward(
         self, hidden_states: Tensor, *, inputs: AttentionInputs, place: TokenPlace
-    ) -> tuple[Tensor, RouterStatistics | None]:
-        """hidden_states [B, S, D] on one process, [t, D] under a mesh -> the same, and the router's sums."""
+    ) -> tuple[Tensor, ...]:
+        """hidden_states [B, S, D] on one process, [t, D] under a mesh -> the same, and what RouterStatistics holds.
+
+        One flat tuple, of one element without a router: reentrant checkpointing drops the gradients of nested tensors.
+        """
         group, shape = self.mesh.group, hidden_states.shape
         norm_in, norm_post, *rest = self._shared_weights()
         normed = gather_tokens(self.input_layernorm(hidden_states, weight=norm_in), group)
@@ -61,7 +64,7 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
         x = hidden_states + attended
         normed = self.post_attention_layernorm(x, weight=norm_post).view(-1, shape[-1])
         if isinstance(self.mlp, GatherMoeMlp):
-            return x + self.mlp(normed).view(shape), None
+            return (x + self.mlp(normed).view(shape),)
         out, routing = self.mlp(normed, router_weight=rest[-1], token_mask_t=place.token_mask_t)
         statistics = router_statistics(
             routing,
@@ -69,7 +72,7 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
             num_sequences=place.num_sequences,
             token_mask_t=place.token_mask_t,
         )
-        return x + out.view(shape), statistics
+        return (x + out.view(shape), *statistics)
 
     def _shared_weights(self) -> list[Tensor]:
         """The weights every rank holds, their gradients summed in one all-reduce: norms, q and k norms, router."""

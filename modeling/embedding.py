@@ -53,7 +53,9 @@ class VocabularyHead(nn.Linear):
         """x [..., D] -> logits [..., v] of the rows here; with targets [...], the TokenLosses instead."""
         if targets is None:
             return linear(x, self.weight)
-        vocabulary = Vocabulary(self.part.first, self.part.num_real, self.group)
+        # On one process transformers may have resized the vocabulary.
+        num_real = self.weight.shape[0] if self.group is None else self.part.num_real
+        vocabulary = Vocabulary(self.part.first, num_real, self.group)
         return vocab_parallel_losses(
             x.flatten(0, -2), self.weight, targets.flatten(), vocabulary=vocabulary, z_coef=z_coef
         )

@@ -86,6 +86,15 @@ class GatherMoePreTrainedModel(PreTrainedModel):
             )
         super().gradient_checkpointing_enable(options, **kwargs)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """transformers' resize, for a model that lives on one process."""
+        if self.mesh.group is not None:
+            raise ValueError(
+                f"resize_token_embeddings() serves one process, and this model is shared by tp={self.mesh.layout.tp} "
+                "ranks; resize the saved hf/ folder's model and start from that"
+            )
+        return super().resize_token_embeddings(*args, **kwargs)
+
 
 class GatherMoeModel(GatherMoePreTrainedModel):
     """The decoder without a head."""
@@ -99,7 +108,8 @@ class GatherMoeModel(GatherMoePreTrainedModel):
                 "share a model; set it to 0"
             )
         if self.mesh.group is None:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+            # No padding_idx: masks say what padding is, and a token used for it must be learnt where it is real.
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
             self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, mesh=self.mesh)
         self.layers = nn.ModuleList(
@@ -147,9 +157,9 @@ class GatherMoeModel(GatherMoePreTrainedModel):
             x = scatter_tokens(x.flatten(0, 1), self.mesh.group)
         statistics = []
         for layer in self.layers:
-            x, layer_statistics = layer(x, inputs=inputs, place=place)
-            if layer_statistics is not None:
-                statistics.append(layer_statistics)
+            x, *router_sums = layer(x, inputs=inputs, place=place)
+            if router_sums:
+                statistics.append(RouterStatistics(*router_sums))
         return GatherMoeModelOutput(last_hidden_state=self.norm(x), cache=cache, router_statistics=statistics)
 
     def _attention_inputs(
@@ -218,6 +228,10 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         self.lm_head = VocabularyHead(config.hidden_size, config.vocab_size, mesh=self.mesh)
         self.post_init()
 
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Take over the weight of another head: resizing makes a plain one, which has no losses."""
+        self.lm_head.weight, self.lm_head.out_features = new_embeddings.weight, new_embeddings.weight.shape[0]
+
     @can_return_tuple
     def forward(
         self,
@@ -229,7 +243,6 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         num_tokens_in_batch: Tensor | int | None = None,
         output_logits: bool | None = None,
@@ -237,11 +250,13 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
     ) -> GatherMoeCausalLMOutput:
         """Logits and, with labels, the loss.
 
-        labels               [B, S], shifted here, -100 where there is no target; `shift_labels` are shifted already
+        labels               [B, S], shifted here, -100 where there is no target
+        shift_labels         the same, shifted already; by name only, for Trainer takes every named label for required
         num_items_in_batch   targets the loss is divided by; default: those in this call
         num_tokens_in_batch  valid tokens the auxiliary losses are divided by; default: in proportion to the targets
         output_logits        default: on one process yes, under a mesh no. Without them the loss needs no [B, S, V].
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -299,7 +314,7 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
             return
         statistics = _totals(router_statistics, self)
         auxiliary = auxiliary_losses(statistics, num_active=config.num_experts_per_tok, scope=config.balance_scope)
-        expert_counts = torch.stack([layer.counts_BE.sum(0) for layer in statistics])
+        expert_counts = torch.stack([layer.counts_BE.detach().sum(0) for layer in statistics])
         if counts.tokens is None:
             # A batch that is cut in several calls: this call's share of the targets stands for its share of tokens.
             tokens = expert_counts[0].sum() / config.num_experts_per_tok * items / num_targets.clamp(min=1)

@@ -49,7 +49,7 @@ class ResolvedConfig:
     num_sequences  B, sequences a group works on at once
     accumulation   micro-batches per optimizer step
     precision      "fp32" or "bf16"
-    notes          what each "auto" became, to be printed at the start
+    notes          what each "auto" became and what was chosen for the user, to be printed at the start
     """
 
     engine: dict[str, Any]
@@ -159,6 +159,7 @@ def _engine_config(sources: Sources, *, batch: Batch, precision: str, stage: int
     if precision == "bf16":
         engine["data_types"] = {**engine.get("data_types", {}), "grad_accum_dtype": "fp32"}
         engine["communication_data_type"] = "fp32"
+        sources.notes.append("bf16: gradients are summed in float32, over micro-batches and between ranks")
     return engine
 
 

@@ -83,6 +83,8 @@ def prepare_run(
 def prepare_engine(run: Run) -> Engine:
     """Make or load this rank's weights and hand them to DeepSpeed. Collective."""
     arguments, optimizer = run.arguments, run.settings.optimizer
+    # Whatever is drawn while training, dropout say, is one thing for a group and another for each of its peers.
+    torch.manual_seed(arguments.seed + run.mesh.dp_rank)
     model = build_model(run.config, mesh=run.mesh, seed=arguments.seed)
     if arguments.model_name_or_path is not None:
         path = Path(arguments.model_name_or_path)

@@ -153,6 +153,9 @@ def referee_loss(
     model: torch.nn.Module, ids: Tensor, labels: Tensor, starts: list[tuple[int, ...]], *, dtype: Any = torch.float32
 ) -> Tensor:
     """Mean cross-entropy over the batch; each document goes through the model alone."""
+    if all(len(first_tokens) == 1 for first_tokens in starts):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].to(dtype)
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
     total, count = torch.zeros((), dtype=dtype), 0
     for row, first_tokens in enumerate(starts):
         for start, end in itertools.pairwise((*first_tokens, ids.shape[1])):
@@ -244,26 +247,37 @@ def our_run(rank: int, world_size: int, config: GatherMoeConfig, state: dict[str
 
 
 def join_ranks(by_rank: list[Any], config: GatherMoeConfig, case: Case) -> RunResult:
-    """Whole tensors from the shards of the first group, after checking that all groups hold the same."""
-    table_mesh = SimpleNamespace(layout=ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep))
-    table = shard_table(config, table_mesh)
-    shapes = {name: tuple(tensor.shape) for name, tensor in full_state(config).items()}
-    whole: list[dict[str, Tensor]] = []
-    for part in (2, 3):
-        tensors = {}
-        for name, shape in shapes.items():
-            shards = [table.shard(name, shape, group_rank=rank) for rank in range(case.tp)]
-            locals_ = [by_rank[rank][part][name] for rank in range(case.tp)]
-            tensors[name] = join(list(zip(locals_, shards, strict=True)))
-            for rank in range(case.dp * case.tp):
-                assert torch.equal(by_rank[rank][part][name], locals_[rank % case.tp]), (name, rank)
-                if shards[0].is_replicated:
-                    assert torch.equal(by_rank[rank][part][name], locals_[0]), (name, rank)
-        whole.append(tensors)
+    """Whole tensors from the ranks' results, after checking that all of them report the same numbers."""
     for result in by_rank:
         assert result[0] == by_rank[0][0]
         assert result[1] == by_rank[0][1]
-    return RunResult(by_rank[0][0], by_rank[0][1], *whole)
+    gradients, weights = (join_tensors([result[part] for result in by_rank], config, case) for part in (2, 3))
+    return RunResult(by_rank[0][0], by_rank[0][1], gradients, weights)
+
+
+def join_tensors(by_rank: list[dict[str, Tensor]], config: GatherMoeConfig, case: Case) -> dict[str, Tensor]:
+    """Whole tensors from the shards of the first group; replicas must be the same bits everywhere."""
+    table = shard_table(config, SimpleNamespace(layout=ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)))
+    whole = {}
+    for name, tensor in full_state(config).items():
+        shards = [table.shard(name, tuple(tensor.shape), group_rank=rank) for rank in range(case.tp)]
+        parts = [by_rank[rank][name] for rank in range(case.tp)]
+        for rank, tensors in enumerate(by_rank):
+            twin = 0 if shards[0].is_replicated else rank % case.tp
+            assert torch.equal(tensors[name], parts[twin]), (name, rank)
+        whole[name] = join(list(zip(parts, shards, strict=True)))
+    return whole
+
+
+def check_against_referee(got: RunResult, want: RunResult, *, steps: int = NUM_STEPS) -> None:
+    """Losses and norms of the first `steps`, the first step's gradients, the final weights where all steps count."""
+    torch.testing.assert_close(got.losses[:steps], want.losses[:steps], atol=1e-5, rtol=0)
+    torch.testing.assert_close(got.norms[:steps], want.norms[:steps], atol=1e-5, rtol=0)
+    assert want.norms[0] > MAX_GRAD_NORM, "clipping must be active"
+    compared = [(got.gradients, want.gradients), (got.weights, want.weights)]
+    for ours, theirs in compared if steps == NUM_STEPS else compared[:1]:
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def _shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:

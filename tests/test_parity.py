@@ -4,9 +4,17 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 
-from tests.parity import Case, full_state, join_ranks, mixed_config, our_run, referee_run, tiny_config
+from tests.parity import (
+    Case,
+    check_against_referee,
+    full_state,
+    join_ranks,
+    mixed_config,
+    our_run,
+    referee_run,
+    tiny_config,
+)
 from tests.ranks import run_ranks
 
 CONFIGS = {
@@ -50,14 +58,8 @@ def check_case(config_name: str, case: Case) -> None:
     want = referee_run(config, state, case)
     by_rank = run_ranks(our_run, case.dp * case.tp, config, state, case)
     got = join_ranks(by_rank, config, case)
-    torch.testing.assert_close(got.losses, want.losses, atol=1e-5, rtol=0)
-    torch.testing.assert_close(got.norms, want.norms, atol=1e-5, rtol=0)
-    assert want.norms[0] > 0.2, "clipping must be active"
-    for name, gradient in got.gradients.items():
-        torch.testing.assert_close(gradient, want.gradients[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-        assert gradient.abs().max() > 0, name
-    for name, weight in got.weights.items():
-        torch.testing.assert_close(weight, want.weights[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    check_against_referee(got, want)
+    assert all(gradient.abs().max() > 0 for gradient in got.gradients.values()), "every parameter is trained"
 
 
 def to_case(row: dict[str, Any]) -> Case:

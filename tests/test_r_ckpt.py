@@ -24,6 +24,17 @@ CONFIGS = {
     "olmoe": lambda: tiny_config(qk_norm="full", norm_topk_prob=False, clip_qkv=0.5, vocab_size=51),
     "gather_moe": lambda: mixed_config(qk_norm="none", vocab_size=51),
 }
+# An editable install would let a clean process import this project; this takes it out of the way.
+HIDE_PROJECT = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("modeling", "recipe", "run_pretrain"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Hidden())
+"""
 OPEN_IT = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -102,24 +113,11 @@ def open_in_clean_process(folder: Path, ids: torch.Tensor, tmp_path: Path, *, na
     out = tmp_path / f"opened-{folder.name}.pt"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-I", "-c", _without_project(), str(folder), json.dumps(ids.tolist())]
+    words = [sys.executable, "-I", "-c", HIDE_PROJECT + OPEN_IT, str(folder), json.dumps(ids.tolist())]
     words += ["native" if native else "stock", str(out)]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return torch.load(out)
-
-
-def _without_project() -> str:
-    """An editable install would let the clean process import us; take it out of the way."""
-    hide = """
-import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("modeling", "recipe", "run_pretrain"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Hidden())
-"""
-    return hide + OPEN_IT
 
 
 def sample_ids() -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Tensor parallelism: what users of other trainers found wrong, each held against one plain process."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from tests.engine_runs import (
 )
 from tests.parity import Case, full_state, mixed_config, referee_model, tiny_config
 from tests.ranks import run_ranks
-from tests.resolving import TINY, faults_of
+from tests.resolving import TINY, faults_of, resolve
 
 STAGES = [0, 1, 2, 3]
 
@@ -264,14 +265,23 @@ def test_r_tp_07_dropout_in_a_group_is_refused() -> None:
     )
 
 
-def _random_states(rank: int, world_size: int, num_workers: int, case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _random_states(rank: int, world_size: int, num_workers: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Random state before and after three steps that a loader feeds, and the first ids of each step."""
+    from recipe.arguments import parse_arguments
     from recipe.data.loader import LoaderOptions, StepLoader
     from recipe.data.packing import PackedBlocks, Stretches
+    from recipe.prepare import prepare_engine
 
-    config = tiny_config()
-    engine = start(config, full_state(config), case, num_sequences=4)
-    torch.manual_seed(100 + engine.mesh.dp_rank)
+    settings = resolve({"parallel": {"tp": 2}}, "--per_device_train_batch_size=2")
+    run: Any = SimpleNamespace(
+        arguments=parse_arguments(["--config_name=demo", "--output_dir=run", "--block_size=16", "--seed=100"]),
+        settings=settings,
+        config=tiny_config(),
+        mesh=build_mesh(settings.layout, num_key_value_heads=2),
+        world=SimpleNamespace(device="cpu"),
+        say=lambda line: None,
+    )
+    engine = prepare_engine(run)
     before = torch.get_rng_state()
     tokens = np.random.default_rng(0).integers(0, 50, 640)
     stretches = Stretches(np.array([0]), np.array([640]))
@@ -290,7 +300,7 @@ def _random_states(rank: int, world_size: int, num_workers: int, case: Case) -> 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_r_tp_07_random_state_is_equal_in_a_group_and_untouched_by_the_loader(num_workers: int) -> None:
-    ranks = run_ranks(_random_states, 4, num_workers, Case(dp=2, tp=2, ep=2, stage=1))
+    ranks = run_ranks(_random_states, 4, num_workers)
     for before, after, _ in ranks:
         assert torch.equal(before, after)
     for first in (0, 2):

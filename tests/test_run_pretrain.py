@@ -124,7 +124,7 @@ def test_r_cfg_06_every_mistake_is_listed_once_and_all_ranks_end(tmp_path: Path)
     [
         ({"block_size": 128}, "block_size=128 is longer than max_position_embeddings=64", 2),
         ({"train_file": "nowhere.txt"}, "there is no file 'nowhere.txt'", 2),
-        ({"train_vocab_size": 500}, "entries, the model only vocab_size=304", 2),
+        ({"config_overrides": "vocab_size=100"}, "entries, the model only vocab_size=100", 2),
         ({"hf_format": "mixtral"}, "'mixtral' cannot express this model", 2),
         ({"resume_from_checkpoint": "/nowhere"}, "/nowhere cannot be resumed from: it does not exist", 11),
         ({"expect_world_size": 4}, "--expect_world_size 4, but 1 ranks were started", 2),

@@ -1,0 +1,338 @@
+"""Training our class without our loop: its losses, transformers' Trainer, checkpointing, frozen parameters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from modeling import model as model_module
+from modeling.model import GatherMoeForCausalLM
+from tests.parity import full_state, mixed_config, referee_model, tiny_config
+
+AUXILIARY = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
+
+
+def model_of(config: Any) -> GatherMoeForCausalLM:
+    model = referee_model(config, full_state(config), own=True)
+    assert isinstance(model, GatherMoeForCausalLM)
+    return model
+
+
+def ids_and_labels(rows: int = 4) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, 50, (rows, 16), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, 4:9] = -100
+    return ids, labels
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert set(got) == set(want)
+    for name, gradient in got.items():
+        assert torch.equal(gradient, want[name]), name
+
+
+def test_r_loss_06_the_auxiliary_loss_needs_no_flag() -> None:
+    ids, labels = ids_and_labels()
+    config = mixed_config(router_aux_loss_coef=0.5)
+    assert config.output_router_logits is False
+    router = "model.layers.1.mlp.gate.weight"
+    by_coefficient = {}
+    for coefficient in (0.0, 0.5, 1.0):
+        model = model_of(mixed_config(router_aux_loss_coef=coefficient))
+        out = model(input_ids=ids, labels=labels)
+        out.loss.backward()
+        by_coefficient[coefficient] = (out, gradients(model)[router])
+        assert out.aux_loss > 1.0
+        torch.testing.assert_close(out.loss.detach(), out.lm_loss + coefficient * out.aux_loss)
+    plain, half, whole = (by_coefficient[c][1] for c in (0.0, 0.5, 1.0))
+    assert (half - plain).abs().max() > 1e-3
+    torch.testing.assert_close(whole - plain, 2 * (half - plain), atol=1e-6, rtol=0)
+    evaluated = model_of(config).eval()(input_ids=ids, labels=labels)
+    assert evaluated.aux_loss is None
+    assert torch.equal(evaluated.loss, evaluated.lm_loss)
+
+
+@pytest.mark.parametrize("options", [{}, {"output_logits": False}], ids=str)
+def test_r_loss_07_the_auxiliary_loss_is_added_once(options: dict[str, Any]) -> None:
+    ids, labels = ids_and_labels()
+    out = model_of(mixed_config(**AUXILIARY))(input_ids=ids, labels=labels, **options)
+    torch.testing.assert_close(out.loss.detach(), out.lm_loss + 0.5 * out.aux_loss + 0.1 * out.z_loss)
+    assert not out.aux_loss.requires_grad
+    assert not out.lm_loss.requires_grad
+
+
+def test_r_loss_08_the_auxiliary_loss_is_a_mean_over_layers() -> None:
+    """Two layers, two experts, top 1: each layer sends everything to an expert of its own."""
+    config = tiny_config(num_experts=2, num_experts_per_tok=1, router_aux_loss_coef=1.0, norm_topk_prob=False)
+    model = model_of(config)
+    for i, layer in enumerate(model.model.layers):
+        layer.post_attention_layernorm.weight.data.zero_()
+        layer.post_attention_layernorm.weight.data[0] = 1.0
+
+        def fixed(module: Any, args: Any, *, expert: int = i, **_: Any) -> Any:
+            x = torch.zeros_like(args[0])
+            x[:, 0] = 1.0
+            return (x,)
+
+        layer.mlp.gate.register_forward_pre_hook(fixed)
+        layer.mlp.gate.weight.data.zero_()
+        layer.mlp.gate.weight.data[:, 0] = torch.tensor([10.0, -10.0]) * (1 if i == 0 else -1)
+    ids, labels = ids_and_labels()
+    assert model(input_ids=ids, labels=labels).aux_loss.item() == pytest.approx(2.0, abs=1e-5)
+
+
+def test_r_loss_09_two_z_losses_with_two_names() -> None:
+    ids, labels = ids_and_labels()
+    plain = model_of(tiny_config())(input_ids=ids, labels=labels)
+    router = model_of(tiny_config(router_z_loss_coef=0.1))(input_ids=ids, labels=labels)
+    torch.testing.assert_close(router.loss.detach(), plain.loss.detach() + 0.1 * plain.z_loss)
+    torch.testing.assert_close(router.z_loss, plain.z_loss)
+    squares = plain.logits.logsumexp(-1)[:, :-1].square()[labels[:, 1:] != -100].mean().detach()
+    for options in ({}, {"output_logits": False}):
+        vocabulary = model_of(tiny_config(logits_z_loss_coef=0.1))(input_ids=ids, labels=labels, **options)
+        torch.testing.assert_close(vocabulary.loss.detach(), plain.loss.detach() + 0.1 * squares)
+        torch.testing.assert_close(vocabulary.lm_loss, plain.lm_loss)
+
+
+def test_r_loss_09_a_coefficient_of_zero_changes_nothing_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even a z-loss that is no number: it is left out, not multiplied by zero."""
+    ids, labels = ids_and_labels()
+    results = []
+    for poison in (0.0, torch.nan):
+        original = model_module.auxiliary_losses
+
+        def poisoned(*args: Any, poison: float = poison, original: Any = original, **options: Any) -> Any:
+            losses = original(*args, **options)
+            return losses._replace(balance_L=losses.balance_L + poison, z_L=losses.z_L + poison)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model_module, "auxiliary_losses", poisoned)
+            model = model_of(tiny_config(router_z_loss_coef=0.0, router_aux_loss_coef=0.0, logits_z_loss_coef=0.0))
+            out = model(input_ids=ids, labels=labels)
+        out.loss.backward()
+        results.append(gradients(model))
+    assert out.z_loss.isnan()
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("options", [{}, {"output_logits": False}], ids=str)
+def test_r_loss_03_a_batch_without_targets_teaches_nothing(options: dict[str, Any]) -> None:
+    ids, labels = ids_and_labels()
+    model = model_of(mixed_config(**AUXILIARY, logits_z_loss_coef=0.1))
+    out = model(input_ids=ids, labels=torch.full_like(labels, -100), **options)
+    out.loss.backward()
+    assert (out.loss.item(), out.lm_loss.item()) == (0.0, 0.0)
+    found = gradients(model)
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    assert not any(gradient.any() for gradient in found.values())
+
+
+def test_calls_of_unequal_size_add_up_to_the_whole_batch() -> None:
+    ids, labels = ids_and_labels()
+    config = mixed_config(**AUXILIARY)
+    whole, parts = model_of(config), model_of(config)
+    want = whole(input_ids=ids, labels=labels)
+    want.loss.backward()
+    num_items, num_tokens = int((labels[:, 1:] != -100).sum()), ids.numel()
+    total = torch.zeros(())
+    for here in (slice(0, 1), slice(1, 4)):
+        out = parts(
+            input_ids=ids[here], labels=labels[here], num_items_in_batch=num_items, num_tokens_in_batch=num_tokens
+        )
+        out.loss.backward()
+        total += out.loss.detach()
+    torch.testing.assert_close(total, want.loss.detach())
+    for name, gradient in gradients(parts).items():
+        torch.testing.assert_close(gradient, gradients(whole)[name], atol=1e-6, rtol=0)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, *, ignored: bool = True) -> None:
+        self.ids, self.labels = ids_and_labels(8)
+        self.labels = self.labels if ignored else self.ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+class WatchedTrainer(Trainer):
+    """Keeps what the model returned and what the Trainer made of it."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        self.seen = [*getattr(self, "seen", []), (loss.detach().clone(), outputs)]
+        return (loss, outputs) if return_outputs else loss
+
+
+def trainer(model: Any, folder: Path, **options: Any) -> WatchedTrainer:
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    extra = {key: options.pop(key) for key in ("compute_metrics",) if key in options}
+    arguments = TrainingArguments(**(values | options))
+    return WatchedTrainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(), **extra)
+
+
+def test_r_loss_07_in_transformers_trainer_the_auxiliary_loss_is_added_once(tmp_path: Path) -> None:
+    run = trainer(model_of(mixed_config(**AUXILIARY)), tmp_path)
+    run.train()
+    assert len(run.seen) == 2
+    for loss, out in run.seen:
+        torch.testing.assert_close(loss, out.lm_loss + 0.5 * out.aux_loss + 0.1 * out.z_loss, atol=1e-5, rtol=0)
+        assert out.aux_loss > 0
+
+
+def test_r_loss_06_in_transformers_trainer_every_parameter_moves(tmp_path: Path) -> None:
+    model = model_of(mixed_config(router_aux_loss_coef=0.5))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer(model, tmp_path).train()
+    still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert still == []
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "ignored"),
+    [(0.0, True), (0.5, False)],  # with both, a call's share of the targets stands for its share of the tokens
+)
+def test_accumulation_in_transformers_trainer_weights_tokens_alike(
+    coefficient: float, ignored: bool, tmp_path: Path
+) -> None:
+    """One batch of 8 and four of 2 are the same step."""
+    weights, losses = [], []
+    for size, accumulation in ((8, 1), (2, 4)):
+        model = model_of(mixed_config(router_aux_loss_coef=coefficient))
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        run = trainer(model, tmp_path, max_steps=1, optim="sgd", **sizes)
+        run.train_dataset = Rows(ignored=ignored)
+        run.train()
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        losses.append(run.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("with_metrics", [False, True])
+def test_evaluating_in_transformers_trainer(tmp_path: Path, with_metrics: bool) -> None:
+    shapes = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        shapes.append((prediction.predictions.shape, prediction.label_ids.shape))
+        return {"seen": 1.0}
+
+    model = model_of(mixed_config(**AUXILIARY))
+    run = trainer(model, tmp_path, **({"compute_metrics": metrics} if with_metrics else {}))
+    result = run.evaluate()
+    ids, labels = ids_and_labels(8)
+    want = model.eval()(input_ids=ids, labels=labels).lm_loss.item()
+    assert result["eval_loss"] == pytest.approx(want, abs=1e-5)
+    assert shapes == ([((8, 16, 50), (8, 16))] if with_metrics else [])
+
+
+def run_once(config: Any, *, reentrant: bool | None, frozen: bool = False, zero_router: bool = False) -> Any:
+    """Loss and gradients, with checkpointing unless `reentrant` is None."""
+    ids, labels = ids_and_labels()
+    model = model_of(config)
+    if zero_router:
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.weight.data.zero_()
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        assert model.is_gradient_checkpointing
+        if frozen:
+            model.enable_input_require_grads()
+    out = model(input_ids=ids, labels=labels)
+    out.loss.backward()
+    return out.loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("zero_router", [False, True], ids=["routed", "exact ties"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_r_graph_03_checkpointing_changes_no_gradient(reentrant: bool, zero_router: bool, dropout: float) -> None:
+    config = mixed_config(**AUXILIARY, attention_dropout=dropout)
+    results = []
+    for mode in (None, reentrant):
+        torch.manual_seed(5)
+        results.append(run_once(config, reentrant=mode, zero_router=zero_router))
+    assert torch.equal(results[0][0], results[1][0])
+    assert_same(results[1][1], results[0][1])
+    assert set(results[0][1]) == {name for name, _ in model_of(config).named_parameters()}
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_r_ft_05_checkpointing_with_a_frozen_base_changes_no_gradient(reentrant: bool) -> None:
+    config = mixed_config(**AUXILIARY)
+    want_loss, want = run_once(config, reentrant=None, frozen=True)
+    loss, got = run_once(config, reentrant=reentrant, frozen=True)
+    assert torch.equal(loss, want_loss)
+    assert_same(got, want)
+    assert set(want) == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)}
+    assert all(gradient.any() for gradient in want.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}], ids=str)
+def test_r_ft_05_transformers_trainer_can_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+    weights = []
+    for checkpointing in ({}, {"gradient_checkpointing": True, **options}):
+        model = model_of(mixed_config(**AUXILIARY))
+        trainer(model, tmp_path, **checkpointing).train()
+        weights.append({name: p.detach() for name, p in model.named_parameters()})
+    assert_same(*weights)
+
+
+def test_r_ft_06_a_frozen_router_stays_bitwise_the_same(tmp_path: Path) -> None:
+    model = model_of(mixed_config(**AUXILIARY))
+    routers = {name: p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
+    assert len(routers) == 2
+    before = {name: p.detach().clone() for name, p in routers.items()}
+    for parameter in routers.values():
+        parameter.requires_grad_(False)
+    run = trainer(model, tmp_path)
+    run.train()
+    owned = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    for name, parameter in routers.items():
+        assert torch.equal(parameter, before[name])
+        assert id(parameter) not in owned
+        assert parameter.grad is None
+    assert run.seen[0][1].aux_loss > 0
+
+
+def test_any_part_can_be_frozen_without_changing_the_others() -> None:
+    ids, labels = ids_and_labels()
+    config = mixed_config(**AUXILIARY)
+    _, want = run_once(config, reentrant=None)
+    for part in ("experts", "self_attn", "norm", "embed_tokens", "lm_head", "gate"):
+        model = model_of(config)
+        frozen = {name for name, _ in model.named_parameters() if part in name}
+        assert frozen
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        model(input_ids=ids, labels=labels, output_logits=False).loss.backward()
+        got = gradients(model)
+        assert set(got) == set(want) - frozen
+        for name, gradient in got.items():
+            torch.testing.assert_close(gradient, want[name], atol=1e-6, rtol=0)
