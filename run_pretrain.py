@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipe.arguments import parse_arguments
 from recipe.checkpoint.errors import CheckpointError
-from recipe.ds_config import WorldInfo, load_ds_config, resolve_config
-from recipe.launch import check_world_size, read_world, start_ranks, stop_ranks
-from recipe.presets import model_kwargs, sizes_of
+from recipe.launch.start import check_world_size, read_world, start_ranks, stop_ranks
+from recipe.settings.arguments import parse_arguments
+from recipe.settings.ds_config import WorldInfo, load_ds_config, resolve_config
+from recipe.settings.presets import model_kwargs, sizes_of
 
 if TYPE_CHECKING:
     from recipe.loop import TrainingLoop, TrainResults
@@ -24,8 +24,8 @@ Say = Callable[[str], None]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code. What the user can mend ends in one message, everything else in a traceback."""
-    from recipe.rendezvous import RendezvousError
-    from recipe.shared_memory import SharedMemoryError
+    from recipe.launch.rendezvous import RendezvousError
+    from recipe.launch.shared_memory import SharedMemoryError
 
     rank = int(os.environ.get("RANK") or 0)
     say: Say = print_line if rank == 0 else lambda line: None

@@ -46,9 +46,7 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, hidden_states: Tensor, *, inputs: AttentionInputs, place: TokenPlace
-    ) -> tuple[Tensor, ...]:
+    def forward(self, hidden_states: Tensor, *, inputs: AttentionInputs, place: TokenPlace) -> tuple[Tensor, ...]:
         """hidden_states [B, S, D] on one process, [t, D] under a mesh -> the same, and what RouterStatistics holds.
 
         One flat tuple, of one element without a router: reentrant checkpointing drops the gradients of nested tensors.

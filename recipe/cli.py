@@ -38,7 +38,7 @@ def _add_hosts_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _print_hosts(arguments: argparse.Namespace) -> int:
     """Print where every rank would run; nothing is started and no host is contacted."""
-    from recipe.hosts import rank_table, read_hostfile
+    from recipe.launch.hosts import rank_table, read_hostfile
 
     hostfile = read_hostfile(arguments.file)
     table = rank_table(hostfile.hosts)

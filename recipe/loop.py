@@ -29,7 +29,7 @@ from recipe.metrics import (
 from recipe.records import MetricsWriter, ProgressBar, describe_evaluation
 from recipe.replicas import check_replicas
 from recipe.run import Run, check_resumable, checkpoint_details, pick_dtype
-from recipe.schedule import learning_rate_at
+from recipe.settings.schedule import learning_rate_at
 
 
 class TrainResults(NamedTuple):

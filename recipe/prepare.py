@@ -18,13 +18,13 @@ from recipe.checkpoint.hf_load import load_weights
 from recipe.checkpoint.run_folder import RunFolder
 from recipe.data.options import DataOptions
 from recipe.data.prepare import PreparedData, prepare_data
-from recipe.ds_config import ResolvedConfig
 from recipe.engine import AdamOptions, Engine, build_optimizer
-from recipe.flags import Arguments
-from recipe.launch import World
+from recipe.launch.start import World
 from recipe.ranks import Ranks
 from recipe.run import Run, describe_parameters
-from recipe.schedule import settle_schedule
+from recipe.settings.ds_config import ResolvedConfig
+from recipe.settings.flags import Arguments
+from recipe.settings.schedule import settle_schedule
 
 
 class Request(NamedTuple):

@@ -15,11 +15,11 @@ from modeling.mesh import ParallelMesh
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.run_folder import RunFolder
 from recipe.data.prepare import PreparedData
-from recipe.ds_config import ResolvedConfig
-from recipe.flags import Arguments
 from recipe.flops import count_parameters
-from recipe.launch import World
+from recipe.launch.start import World
 from recipe.ranks import Ranks
+from recipe.settings.ds_config import ResolvedConfig
+from recipe.settings.flags import Arguments
 
 # What a checkpoint's files depend on, and the meaning of its position in the data.
 FIXED_ON_RESUME = ("dp", "tp", "ep", "zero_stage", "precision", "block_size", "data")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from modeling.layout import ModelSizes
-from recipe.arguments import parse_arguments
-from recipe.ds_config import ResolvedConfig, WorldInfo, resolve_config
+from recipe.settings.arguments import parse_arguments
+from recipe.settings.ds_config import ResolvedConfig, WorldInfo, resolve_config
 
 TINY = ModelSizes(
     vocab_size=50,

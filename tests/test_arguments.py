@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.arguments import Arguments, parse_arguments
-from recipe.flags import flag_specs
+from recipe.settings.arguments import Arguments, parse_arguments
+from recipe.settings.flags import flag_specs
 
 MODEL_AND_PLACE = ["--config_name", "demo", "--output_dir", "run"]
 
@@ -196,7 +196,7 @@ def test_flags_that_exist_in_transformers_are_spelled_as_there() -> None:
 
 
 def test_help_lists_every_flag_by_group_without_loading_torch() -> None:
-    code = "import sys; from recipe.arguments import parse_arguments\ntry: parse_arguments(['--help'])\n"
+    code = "import sys; from recipe.settings.arguments import parse_arguments\ntry: parse_arguments(['--help'])\n"
     code += "except SystemExit as end: print('exit', end.code, 'torch' in sys.modules, 'deepspeed' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.rstrip().endswith("exit 0 False False")

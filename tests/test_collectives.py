@@ -32,11 +32,15 @@ def everyones(name: str, *shape: int) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(WORLD)]
 
 
-def strided(x: Tensor) -> Tensor:
-    """The same numbers in a layout that is not contiguous."""
-    out = torch.stack([x, torch.full_like(x, 7.0)], dim=-1)[..., 0]
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers in memory in another order, without gaps: what gloo would send as it lies there."""
+    out = x.transpose(0, -1).contiguous().transpose(0, -1)
     assert not out.is_contiguous()
     return out
+
+
+# Per rank, how its tensors lie in memory.
+LAYOUTS = ((Tensor.contiguous, Tensor.contiguous), (transposed, transposed), (Tensor.contiguous, transposed))
 
 
 def _check(rank: int, _: int, function: Callable[[list[Tensor]], list[Tensor]], ours: Callable[..., Tensor]) -> None:
@@ -50,11 +54,11 @@ def _check(rank: int, _: int, function: Callable[[list[Tensor]], list[Tensor]], 
     torch.autograd.backward(
         sum((want * factor).sum() for want, factor in zip(wants, factors, strict=True))  # type: ignore[arg-type]
     )
-    for layout in (torch.Tensor.contiguous, strided):
+    for layout in (by_rank[rank] for by_rank in LAYOUTS):
         mine = layout(everyones("in", ROWS, WIDTH)[rank]).requires_grad_()
         got = ours(mine, dist.group.WORLD)
         torch.testing.assert_close(got, wants[rank].detach())
-        got.backward(layout(factors[rank]))  # the gradient that arrives may be strided too
+        got.backward(layout(factors[rank]))  # the gradient that arrives may lie in another order too
         torch.testing.assert_close(mine.grad, inputs[rank].grad)
 
 
@@ -83,7 +87,7 @@ def _total(rank: int, _: int) -> None:
     """All ranks make the same scalar of the total, and it is one loss, not one per rank."""
     inputs = [x.requires_grad_() for x in everyones("in", ROWS, WIDTH)]
     torch.stack(inputs).sum(0).square().sum().backward()
-    for layout in (torch.Tensor.contiguous, strided):
+    for layout in (by_rank[rank] for by_rank in LAYOUTS):
         mine = layout(everyones("in", ROWS, WIDTH)[rank]).requires_grad_()
         total = total_over_group(mine, dist.group.WORLD)
         torch.testing.assert_close(total, torch.stack(inputs).sum(0).detach())
@@ -101,7 +105,7 @@ def _sum_gradients(rank: int, _: int, dtype: torch.dtype, upcast: bool) -> None:
     expected_dtype = torch.float32 if upcast and dtype == torch.bfloat16 else dtype
     assert shared_a.dtype == shared_b.dtype == expected_dtype
     assert torch.equal(shared_b, torch.full((2, 4), 2.0, dtype=expected_dtype))
-    factor = torch.arange(8.0).view(4, 2).t().to(expected_dtype)  # a strided gradient for b
+    factor = torch.arange(8.0).view(4, 2).t().to(expected_dtype)  # a transposed gradient for b
     ((shared_a * (rank + 1)).sum() + (shared_b * factor * (rank + 1)).sum()).backward()
     assert a.grad is not None
     assert b.grad is not None
@@ -174,7 +178,7 @@ def _routing(rank: int, _: int, dtype: torch.dtype, num_active: int) -> tuple[li
     factors = [x.to(dtype) for x in everyones("factor", ROWS * WORLD, num_active)]
     whole = torch.cat(weights)
     sum((whole * factor).sum() for factor in factors).backward()  # type: ignore[union-attr]
-    for layout in (torch.Tensor.contiguous, strided):
+    for layout in (by_rank[rank] for by_rank in LAYOUTS):
         mine = layout(everyones("weights", ROWS, num_active)[rank].to(dtype)).requires_grad_()
         collectives.all_gather_rows = counting
         try:
@@ -193,12 +197,12 @@ def _routing(rank: int, _: int, dtype: torch.dtype, num_active: int) -> tuple[li
 @pytest.mark.parametrize(("dtype", "row_bytes"), [(torch.float32, 6), (torch.float64, 10)], ids=str)
 @pytest.mark.parametrize("num_active", [1, 3])
 def test_ids_and_weights_travel_together_in_few_bytes(dtype: torch.dtype, row_bytes: int, num_active: int) -> None:
-    expected = [ROWS * num_active * row_bytes] * 2
+    expected = [ROWS * num_active * row_bytes] * len(LAYOUTS)
     assert run_ranks(_routing, WORLD, dtype, num_active) == [(expected, str(dtype))] * WORLD
 
 
 def _without_backward(rank: int, _: int) -> None:
-    rows = [torch.arange(12).view(2, 6).t() + 100 * r for r in range(WORLD)]  # [6, 2], strided
+    rows = [torch.arange(12).view(2, 6).t() + 100 * r for r in range(WORLD)]  # [6, 2], transposed
     assert torch.equal(all_gather_rows(rows[rank], dist.group.WORLD), torch.cat(rows))
     summed = torch.stack(rows).sum(0)
     assert torch.equal(reduce_scatter_rows(rows[rank], dist.group.WORLD), summed.chunk(WORLD)[rank])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from recipe.arguments import parse_arguments
-from recipe.ds_config import WorldInfo, load_ds_config, resolve_config
-from recipe.presets import model_kwargs, sizes_of
-from recipe.schedule import learning_rate_at
+from recipe.settings.arguments import parse_arguments
+from recipe.settings.ds_config import WorldInfo, load_ds_config, resolve_config
+from recipe.settings.presets import model_kwargs, sizes_of
+from recipe.settings.schedule import learning_rate_at
 from tests.resolving import faults_of, resolve
 
 SHARE = "--lr_scheduler_kwargs=min_lr_rate=0.1"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from recipe.ds_keys import (
+from recipe.settings.ds_keys import (
     FIXED_VALUES,
     MERGED_KEYS,
     NESTED_KEYS,

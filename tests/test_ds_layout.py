@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from recipe.ds_config import WorldInfo
+from recipe.settings.ds_config import WorldInfo
 from tests.resolving import TINY, faults_of, resolve
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe.cli import main
-from recipe.hosts import Host, RankPlace, rank_table, read_hostfile
+from recipe.launch.hosts import Host, RankPlace, rank_table, read_hostfile
 
 
 def _hostfile(folder: Path, text: str) -> Path:

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import recipe.launch
-from recipe.launch import World, check_world_size, read_world, start_ranks, stop_ranks
-from recipe.rendezvous import RendezvousError
+import recipe.launch.start
+from recipe.launch.rendezvous import RendezvousError
+from recipe.launch.start import World, check_world_size, read_world, start_ranks, stop_ranks
 from tests.ranks import PRELOAD
 
 CPU = {"DS_ACCELERATOR": "cpu"}
@@ -108,7 +108,7 @@ def test_r_launch_01_a_run_with_other_ranks_than_expected_stops() -> None:
 def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Meeting files and shared memory in folders of this test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(recipe.launch, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(recipe.launch.start, "SHARED_MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     return tmp_path
 
@@ -232,7 +232,7 @@ def test_r_launch_03_ranks_of_one_node_need_no_port(tmp_path: Path) -> None:
 
 SCRIPT = r"""
 import os, sys, time
-from recipe.launch import read_world, start_ranks, stop_ranks
+from recipe.launch.start import read_world, start_ranks, stop_ranks
 world = read_world(os.environ)
 start_ranks(world, environ=os.environ, say=print)
 import deepspeed, torch

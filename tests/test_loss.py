@@ -27,6 +27,7 @@ def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
     targets[::5] = IGNORED
     targets[1], targets[2] = VOCAB - 1, 0
+    targets[3], targets[4] = 25, 26  # the last row of the first half and the first row of the second
     return x, weight, targets
 
 

@@ -117,7 +117,7 @@ def test_r_loss_09_a_coefficient_of_zero_changes_nothing_bitwise(monkeypatch: py
             model = model_of(tiny_config(router_z_loss_coef=0.0, router_aux_loss_coef=0.0, logits_z_loss_coef=0.0))
             out = model(input_ids=ids, labels=labels)
         out.loss.backward()
-        results.append(gradients(model))
+        results.append({"loss": out.loss.detach(), **gradients(model)})
     assert out.z_loss.isnan()
     assert_same(*results)
 

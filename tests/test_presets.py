@@ -8,7 +8,7 @@ import pytest
 
 from modeling.layout import check_layout, largest_layout
 from recipe.flops import count_parameters
-from recipe.presets import PRESETS, model_kwargs, sizes_of
+from recipe.settings.presets import PRESETS, model_kwargs, sizes_of
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,22 @@
 """Mixture-of-experts correctness: what users of other trainers found wrong, each held against one plain process."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from modeling import collectives
 from modeling.config import GatherMoeConfig
-from modeling.dispatch import Dispatch, dispatch_by_gathering_tokens
 from modeling.mesh import one_rank_mesh
-from modeling.moe import GatherMoeSparseBlock
-from modeling.router import GatherMoeRouter, Routing
 from tests.engine_runs import (
     Batch,
+    Tensors,
     Training,
     accumulate,
     assert_all_match,
     ds_config,
     export,
-    gradient_shards,
     join_shards,
     make_mesh,
     model_with,
@@ -37,13 +31,12 @@ from tests.engine_runs import (
 )
 from tests.parity import Case, full_state, tiny_config
 from tests.ranks import run_ranks
-from tests.resolving import faults_of
 
 STAGES = [0, 1, 2, 3]
 GROUPS = [Case(), Case(tp=2, ep=2), Case(tp=4, ep=4), Case(dp=2, tp=2, ep=2), Case(dp=2, tp=2, ep=1)]
 
 
-def two_expert_routing() -> tuple[GatherMoeConfig, dict[str, Tensor]]:
+def two_expert_routing() -> tuple[GatherMoeConfig, Tensors]:
     """A model whose tokens below 25 all go to expert 0 and whose others all go to expert 1, in every layer.
 
     Channel 0 carries the token's class, and neither attention nor experts write to it.
@@ -125,8 +118,8 @@ SHARED, EXPERT = "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.e
 
 
 def _clip_forced_gradients(
-    rank: int, world_size: int, config: Any, state: dict[str, Tensor], case: Case
-) -> tuple[float, dict[str, Tensor]]:
+    rank: int, world_size: int, config: Any, state: Tensors, case: Case
+) -> tuple[float, Tensors]:
     """Four shared gradients of 3 and four of 4 in one rank's expert, all others 0; returns what the optimizer used."""
 
     def force(model: Any) -> None:
@@ -159,7 +152,7 @@ def test_r_moe_03_clipping_counts_expert_gradients(stage: int, bf16: bool) -> No
     assert used["model.norm.weight"][:4].tolist() == pytest.approx([0.3] * 4, abs=1e-4)
 
 
-def numbered_experts(config: GatherMoeConfig) -> dict[str, Tensor]:
+def numbered_experts(config: GatherMoeConfig) -> Tensors:
     state = full_state(config)
     for name, tensor in state.items():
         if ".experts." in name:
@@ -208,8 +201,8 @@ def test_r_moe_04_a_checkpoint_holds_every_expert_once_and_in_its_place(case: Ca
 
 
 def _step_with_users_optimizer(
-    rank: int, world_size: int, config: Any, state: dict[str, Tensor], case: Case
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    rank: int, world_size: int, config: Any, state: Tensors, case: Case
+) -> tuple[Tensors, Tensors]:
     from recipe.engine import Engine
 
     model = model_with(config, state, make_mesh(config, case))
@@ -273,7 +266,7 @@ def test_r_moe_05_one_step_of_hugging_faces_trainer_changes_every_parameter(tmp_
         assert min(part.max().item() for part in parts) > 0.05, name
 
 
-def _initial_shards(rank: int, world_size: int, config: Any, case: Case) -> dict[str, Tensor]:
+def _initial_shards(rank: int, world_size: int, config: Any, case: Case) -> Tensors:
     from modeling.build import build_model
 
     model = build_model(config, mesh=make_mesh(config, case), seed=1234)
@@ -301,72 +294,6 @@ def test_r_moe_06_no_two_experts_or_shards_start_equal_and_replicas_do(case: Cas
         num_copies = {"k_proj": case.tp // 2, "v_proj": case.tp // 2, "mlp.gate": case.tp}
         copies = next((n for key, n in num_copies.items() if key in name), 1)
         assert len(distinct) == case.tp // copies, name
-
-
-def _block_gradients(
-    config: GatherMoeConfig, state: dict[str, Tensor], x_tD: Tensor, cotangent_tD: Tensor, mesh: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one MoE block: the gradient for its input, that for the routing weights at a fixed routing, and its output."""
-    block = GatherMoeSparseBlock(config, mesh=mesh)
-    model = model_with(config, state, mesh)
-    block.load_state_dict(model.model.layers[0].mlp.state_dict())
-    x_tD = x_tD.clone().requires_grad_()
-    out_tD, routing = block(x_tD)
-    (out_tD * cotangent_tD).sum().backward()
-    weights_tA = routing.weights_tA.detach().requires_grad_()
-    fixed = Routing(routing.logits_tE, routing.expert_ids_tA, weights_tA)
-    out_again_tD = dispatch_by_gathering_tokens(Dispatch(x_tD.detach(), fixed, block.experts, mesh))
-    (out_again_tD * cotangent_tD).sum().backward()
-    assert x_tD.grad is not None
-    assert weights_tA.grad is not None
-    return x_tD.grad, weights_tA.grad, out_tD.detach()
-
-
-def _sliced(name: str) -> Callable[..., Any]:
-    """A backward that keeps this rank's rows of its own gradient and drops what the other ranks found."""
-
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = grads[-1]
-        own = grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)].contiguous()
-        return (own, None) if name == "_GatherTokens" else (None, own, None)
-
-    return backward
-
-
-def _check_block_gradients(
-    rank: int, world_size: int, config: Any, state: dict[str, Tensor], case: Case, broken: str | None
-) -> tuple[bool, bool, bool]:
-    """Whether input gradient, routing weights' gradient and output are those of a single rank."""
-    generator = torch.Generator().manual_seed(11)
-    x_TD, cotangent_TD = (torch.randn(24, 32, generator=generator) for _ in range(2))
-    want = _block_gradients(config, state, x_TD, cotangent_TD, one_rank_mesh())
-    with pytest.MonkeyPatch.context() as patch:
-        if broken is not None:
-            patch.setattr(getattr(collectives, broken), "backward", staticmethod(_sliced(broken)))
-        mine = [part.chunk(world_size)[rank] for part in (x_TD, cotangent_TD)]
-        got = _block_gradients(config, state, *mine, make_mesh(config, case))
-    first, second, third = (
-        torch.allclose(a, b.chunk(world_size)[rank], atol=1e-5, rtol=0) for a, b in zip(got, want, strict=True)
-    )
-    return first, second, third
-
-
-@pytest.mark.parametrize("ep", [2, 1])
-def test_r_moe_07_gradients_of_the_input_and_of_the_gates_match_one_rank(ep: int) -> None:
-    config = tiny_config()
-    case = Case(tp=2, ep=ep)
-    assert run_ranks(_check_block_gradients, 2, config, full_state(config), case, None) == [(True, True, True)] * 2
-
-
-@pytest.mark.parametrize(
-    ("broken", "holds"), [("_GatherTokens", (False, True, True)), ("_GatherRouting", (False, False, True))]
-)
-def test_r_moe_07_would_notice_a_backward_that_drops_the_other_ranks_part(
-    broken: str, holds: tuple[bool, bool, bool]
-) -> None:
-    config = tiny_config()
-    case = Case(tp=2, ep=2)
-    assert run_ranks(_check_block_gradients, 2, config, full_state(config), case, broken) == [holds] * 2
 
 
 OVERLAPS = [(0, False), *((stage, overlap) for stage in (1, 2, 3) for overlap in (False, True))]
@@ -431,103 +358,3 @@ def _leaves(rank: int, world_size: int, config: Any, state: Any) -> list[str]:
 def test_r_moe_09_the_model_declares_its_zero_3_leaves_itself() -> None:
     config = tiny_config()
     assert run_ranks(_leaves, 1, config, full_state(config)) == [["model.layers.0", "model.layers.1"]]
-
-
-def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Case) -> int:
-    checked = 0
-
-    def check(router: Any, args: tuple[Tensor], kwargs: dict[str, Any], routing: Routing) -> None:
-        nonlocal checked
-        [x_tD], weight_ED = args, router.weight
-        assert (x_tD.dtype, weight_ED.dtype) == (torch.bfloat16, torch.bfloat16)
-        assert (routing.logits_tE.dtype, routing.weights_tA.dtype) == (torch.float32, torch.float32)
-        logits_tE = x_tD.float() @ weight_ED.float().t()
-        torch.testing.assert_close(routing.logits_tE, logits_tE, atol=1e-6, rtol=0)
-        rounded_tE = (x_tD @ weight_ED.t()).float()
-        assert (rounded_tE - logits_tE).abs().max() > 1e-4, "logits computed in bf16 would be seen"
-        chosen = logits_tE.softmax(-1).topk(2)
-        assert torch.equal(routing.expert_ids_tA, chosen.indices)
-        weights_tA = chosen.values / chosen.values.sum(-1, keepdim=True)
-        torch.testing.assert_close(routing.weights_tA, weights_tA, atol=1e-6, rtol=0)
-        checked += 1
-
-    def watch(model: Any) -> None:
-        for module in model.modules():
-            if isinstance(module, GatherMoeRouter):
-                module.register_forward_hook(check, with_kwargs=True)
-
-    engine = start(config, state, case, prepare=watch)
-    accumulate(engine, random_batch(), case)
-    return checked
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_r_moe_10_a_bf16_engine_routes_in_float32(stage: int) -> None:
-    config, case = tiny_config(), Case(tp=2, ep=2, stage=stage, bf16=True)
-    assert run_ranks(_check_routers, 2, config, full_state(config), case) == [2, 2]
-
-
-def test_r_moe_10_bf16_without_zero_is_refused() -> None:
-    assert "bf16" in faults_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}})
-
-
-def padded_batch(*, pad_with_a_real_token: bool) -> tuple[Batch, Batch, Batch]:
-    """A sequence of five tokens alone, a full one of sixteen, and both together with the short one padded."""
-    full = random_batch(seed=5, num_sequences=2)
-    short_ids = full.ids[:1, :5]
-    ids, labels = full.ids.clone(), full.ids.clone()
-    ids[0, 5:], labels[0, 5:] = short_ids[0, 2] if pad_with_a_real_token else 0, -100
-    mask = torch.ones(2, 16, dtype=torch.bool)
-    mask[0, 5:] = False
-    return Batch(short_ids, short_ids), Batch(full.ids[1:], full.ids[1:]), Batch(ids, labels, mask)
-
-
-def _one_process_pass(config: GatherMoeConfig, state: dict[str, Tensor], batch: Batch) -> Any:
-    """Logits, expert counts and gradients, the losses divided by the counts of the two sequences together."""
-    model = model_with(config, state, one_rank_mesh())
-    output = model(
-        input_ids=batch.ids,
-        labels=batch.labels,
-        attention_mask=batch.mask,
-        num_items_in_batch=4 + 15,
-        num_tokens_in_batch=5 + 16,
-        use_cache=False,
-    )
-    output.loss.backward()
-    return output, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("pad_with_a_real_token", [False, True])
-def test_r_moe_11_padding_is_not_routed_and_changes_nothing(pad_with_a_real_token: bool) -> None:
-    config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
-    state = full_state(config)
-    short, full, both = padded_batch(pad_with_a_real_token=pad_with_a_real_token)
-    (one, one_grads), (two, two_grads), (got, got_grads) = (
-        _one_process_pass(config, state, batch) for batch in (short, full, both)
-    )
-    assert one.sums.expert_counts.sum(1).tolist() == [10, 10]
-    assert torch.equal(got.sums.expert_counts, one.sums.expert_counts + two.sums.expert_counts)
-    torch.testing.assert_close(got.logits[0, :5], one.logits[0], atol=1e-5, rtol=0)
-    assert_all_match(got_grads, {name: one_grads[name] + two_grads[name] for name in one_grads})
-
-
-def _padded_pass(rank: int, world_size: int, config: Any, state: Any, case: Case, batch: Batch) -> Any:
-    training = Training(balance_coef=0.1, z_coef=0.01)
-    engine = start(config, state, case, training=training, num_sequences=2)
-    sums = accumulate(engine, batch, case)
-    dist.all_reduce(sums.expert_counts, group=engine.mesh.dp_group)
-    return sums.expert_counts, gradient_shards(engine)
-
-
-@pytest.mark.parametrize(
-    "case", [Case(tp=2, ep=2, stage=2), Case(tp=2, ep=1), Case(dp=2, tp=2, ep=2, stage=1)], ids=str
-)
-def test_r_moe_11_padding_is_not_routed_on_several_ranks(case: Case) -> None:
-    config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
-    state = full_state(config)
-    batch = padded_batch(pad_with_a_real_token=True)[2]
-    want, want_grads = _one_process_pass(config, state, batch)
-    by_rank = run_ranks(_padded_pass, case.dp * case.tp, config, state, case, batch)
-    for counts, _ in by_rank:
-        assert torch.equal(counts, want.sums.expert_counts)
-    assert_all_match(join_shards([grads for _, grads in by_rank], config, case, whole=state), want_grads)

@@ -267,10 +267,10 @@ def test_r_tp_07_dropout_in_a_group_is_refused() -> None:
 
 def _random_states(rank: int, world_size: int, num_workers: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Random state before and after three steps that a loader feeds, and the first ids of each step."""
-    from recipe.arguments import parse_arguments
     from recipe.data.loader import LoaderOptions, StepLoader
     from recipe.data.packing import PackedBlocks, Stretches
     from recipe.prepare import prepare_engine
+    from recipe.settings.arguments import parse_arguments
 
     settings = resolve({"parallel": {"tp": 2}}, "--per_device_train_batch_size=2")
     run: Any = SimpleNamespace(

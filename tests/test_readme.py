@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.arguments import parse_arguments
+from recipe.settings.arguments import parse_arguments
 from tests.ranks import run_ranks
 from tests.test_r_ckpt import HIDE_PROJECT
 from tests.training import train_on_ranks, write_inputs

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from recipe.processes import ProcessId, identify, identify_myself, is_alive
-from recipe.rendezvous import (
+from recipe.launch.processes import ProcessId, identify, identify_myself, is_alive
+from recipe.launch.rendezvous import (
     RendezvousError,
     leave_file_store,
     open_file_store,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed import DistNetworkError, FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from recipe.processes import PROC, ProcessId, identify_myself, is_alive, pid_namespace
+from recipe.launch.processes import PROC, ProcessId, identify_myself, is_alive, pid_namespace
 
 POLL_S = 0.02
 

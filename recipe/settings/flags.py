@@ -11,7 +11,7 @@ from functools import partial
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from recipe.values import convert
+from recipe.settings.values import convert
 
 SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup")
 

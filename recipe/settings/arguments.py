@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from recipe.config_files import ARGUMENT_FILE_SUFFIXES, load_argument_file, load_ds_config
-from recipe.flags import Arguments, FlagSpec, flag_specs
+from recipe.settings.config_files import ARGUMENT_FILE_SUFFIXES, load_argument_file, load_ds_config
+from recipe.settings.flags import Arguments, FlagSpec, flag_specs
 
 __all__ = ["Arguments", "parse_arguments"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from modeling.layout import ModelSizes
-from recipe.model_files import read_model_file
+from recipe.settings.model_files import read_model_file
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "demo": {

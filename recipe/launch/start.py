@@ -90,8 +90,8 @@ def start_ranks(
     """
     import torch.distributed as dist
 
-    from recipe.rendezvous import wait_for_all
-    from recipe.shared_memory import check_room, remove_dead_buffers
+    from recipe.launch.rendezvous import wait_for_all
+    from recipe.launch.shared_memory import check_room, remove_dead_buffers
 
     _export(world, environ)
     if world.local_rank == 0 and SHARED_MEMORY.is_dir():
@@ -117,7 +117,7 @@ def stop_ranks(world: World) -> None:
     """Leave the process group and remove what `start_ranks` made; to be called after a failure in there too."""
     import torch.distributed as dist
 
-    from recipe.rendezvous import leave_file_store, private_folder
+    from recipe.launch.rendezvous import leave_file_store, private_folder
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -222,7 +222,7 @@ def _meets_by_file(world: World) -> bool:
 def _open_store(world: World, environ: Mapping[str, str], *, timeout_s: float) -> "Store":
     from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-    from recipe.rendezvous import open_file_store, open_tcp_store, private_folder
+    from recipe.launch.rendezvous import open_file_store, open_tcp_store, private_folder
 
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if world.world_size == 1:
@@ -244,8 +244,8 @@ def _open_store(world: World, environ: Mapping[str, str], *, timeout_s: float) -
 
 def _launcher_name() -> str:
     """The same for all ranks that one launcher process started, and for no others."""
-    from recipe.processes import identify
-    from recipe.rendezvous import RendezvousError
+    from recipe.launch.processes import identify
+    from recipe.launch.rendezvous import RendezvousError
 
     launcher = identify(os.getppid())
     if launcher is None:

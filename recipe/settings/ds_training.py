@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.ds_keys import look_up
-from recipe.ds_sources import Found, Sources
-from recipe.schedule import ScheduleOptions, schedule_faults, settle_schedule
-from recipe.values import convert
+from recipe.settings.ds_keys import look_up
+from recipe.settings.ds_sources import Found, Sources
+from recipe.settings.schedule import ScheduleOptions, schedule_faults, settle_schedule
+from recipe.settings.values import convert
 
 # DeepSpeed's scheduler types and the shapes of ours that equal them with a linear warm-up.
 SCHEDULERS: Mapping[str, str] = {

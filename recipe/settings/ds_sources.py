@@ -8,9 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from recipe.ds_keys import look_up
-from recipe.flags import Arguments, flag_specs
-from recipe.values import same_value
+from recipe.settings.ds_keys import look_up
+from recipe.settings.flags import Arguments, flag_specs
+from recipe.settings.values import same_value
 
 
 class Found(NamedTuple):

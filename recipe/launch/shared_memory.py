@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from recipe.processes import PROC
+from recipe.launch.processes import PROC
 
 BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
 MIN_FREE_SHARE = 0.05

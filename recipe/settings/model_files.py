@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipe.config_files import load_json_object
+from recipe.settings.config_files import load_json_object
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from modeling.layout import ModelSizes, ParallelLayout
-from recipe.config_files import load_ds_config
-from recipe.ds_keys import (
+from recipe.settings.config_files import load_ds_config
+from recipe.settings.ds_keys import (
     MERGED_KEYS,
     OUR_BLOCKS,
     REFUSED_BLOCKS,
@@ -20,17 +20,17 @@ from recipe.ds_keys import (
     shape_faults,
     unknown_keys,
 )
-from recipe.ds_layout import Batch, ParallelOptions, WorldInfo, settle_layout
-from recipe.ds_sources import Sources
-from recipe.ds_training import (
+from recipe.settings.ds_layout import Batch, ParallelOptions, WorldInfo, settle_layout
+from recipe.settings.ds_sources import Sources
+from recipe.settings.ds_training import (
     OptimizerOptions,
     settle_optimizer,
     settle_precision,
     settle_schedule_options,
     settle_zero_stage,
 )
-from recipe.flags import Arguments
-from recipe.schedule import ScheduleOptions
+from recipe.settings.flags import Arguments
+from recipe.settings.schedule import ScheduleOptions
 
 __all__ = ["OptimizerOptions", "ParallelOptions", "ResolvedConfig", "WorldInfo", "load_ds_config", "resolve_config"]
 

@@ -18,9 +18,9 @@ from modeling.layout import (
     largest_layout,
     layout_faults,
 )
-from recipe.ds_keys import look_up
-from recipe.ds_sources import Sources
-from recipe.values import convert
+from recipe.settings.ds_keys import look_up
+from recipe.settings.ds_sources import Sources
+from recipe.settings.values import convert
 
 MICRO_KEY = "train_micro_batch_size_per_gpu"
 ACCUMULATION_KEY = "gradient_accumulation_steps"
