@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .collectives import wide
 from .config import GatherMoeConfig
+from .linear import autocast_inputs
 from .mesh import ParallelMesh
 
 
@@ -81,7 +82,8 @@ class GatherMoeExperts(nn.Module):
         rows = sort_by_local_expert(
             ids_TA, first_expert=self.first_expert, num_local=self.num_local, read_counts=not grouped
         )
-        return _Experts.apply(x_TD, weights_TA, self.gate_up_proj, self.down_proj, rows)
+        x_TD, gate_up, down = autocast_inputs(x_TD, self.gate_up_proj, self.down_proj)
+        return _Experts.apply(x_TD, weights_TA, gate_up, down, rows)
 
 
 def _multiply(x_RI: Tensor, weight_eOI: Tensor, rows: Rows) -> Tensor:

@@ -12,7 +12,19 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     torch's own product saves a transposed view of the weight, and a view keeps ZeRO-3's gathered storage alive until
     the backward; the parameter itself does not (the problem deepspeed.runtime.zero.linear solves for nn.Linear).
     """
-    return _Linear.apply(x, weight)
+    return _Linear.apply(*autocast_inputs(x, weight))
+
+
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Float32 tensors in autocast's type where autocast is on, all others as they are.
+
+    torch does this for its own products; an autograd Function of ours has to ask for it.
+    """
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
 
 
 class Linear(nn.Linear):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives import wide
+from .linear import autocast_inputs
 from .router import RouterStatistics
 
 IGNORED = -100  # transformers' label for "no target here"
@@ -51,6 +52,7 @@ def vocab_parallel_losses(
     if not torch.is_grad_enabled():
         # A Function is told that a parameter needs its gradient even where none is recorded, as in evaluation.
         x_TD, weight_vD = x_TD.detach(), weight_vD.detach()
+    x_TD, weight_vD = autocast_inputs(x_TD, weight_vD)
     return TokenLosses(*_VocabParallelLosses.apply(x_TD, weight_vD, targets_T, vocabulary, z_coef))
 
 

@@ -35,6 +35,7 @@ from .decoder import GatherMoeDecoderLayer, TokenPlace
 from .embedding import VocabularyEmbedding, VocabularyHead
 from .experts import GatherMoeExperts
 from .hf_keys import expert_weight_conversions
+from .layout import LayoutRequest, check_layout
 from .loss import IGNORED, auxiliary_losses
 from .mesh import ParallelMesh, one_rank_mesh
 from .norm import RmsNorm
@@ -102,6 +103,8 @@ class GatherMoeModel(GatherMoePreTrainedModel):
     def __init__(self, config: GatherMoeConfig, mesh: ParallelMesh | None = None) -> None:
         super().__init__(config)
         self.mesh = mesh or one_rank_mesh()
+        layout = self.mesh.layout
+        check_layout(LayoutRequest(sizes=config.sizes, layout=layout, world_size=layout.world_size))
         if self.mesh.group is not None and config.attention_dropout > 0:
             raise ValueError(
                 f"attention_dropout={config.attention_dropout} is not supported when tp={self.mesh.layout.tp} ranks "

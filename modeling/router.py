@@ -47,7 +47,8 @@ class GatherMoeRouter(nn.Module):
     def forward(self, x_tD: Tensor, *, weight: Tensor | None = None, token_mask_t: Tensor | None = None) -> Routing:
         """Route x_tD [t, D]; tokens whose mask is False go to no expert."""
         weight_ED = wide(self.weight if weight is None else weight)
-        logits_tE = wide(x_tD) @ weight_ED.t()
+        with torch.autocast(x_tD.device.type, enabled=False):
+            logits_tE = wide(x_tD) @ weight_ED.t()
         return route(logits_tE, num_active=self.num_active, renormalise=self.renormalise, token_mask_t=token_mask_t)
 
 

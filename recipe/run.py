@@ -96,16 +96,16 @@ def describe_parameters(model: nn.Module, config: GatherMoeConfig) -> str:
     """One line with the sizes of the whole model, and this rank's share by kind."""
     total, active = count_parameters(config.sizes)
     kinds = {"experts": ".experts.", "router": "mlp.gate.weight", "norms": "norm", "attention": ".self_attn."}
-    counts = dict.fromkeys([*kinds, "embedding and dense"], 0)
-    trainable = 0
+    held = dict.fromkeys([*kinds, "embedding and dense"], 0)
+    trained = dict(held)
     for name, parameter in model.named_parameters():
         kind = next((kind for kind, part in kinds.items() if part in name), "embedding and dense")
-        counts[kind] += parameter.numel()
-        trainable += parameter.numel() if parameter.requires_grad else 0
-    shares = ", ".join(f"{kind} {count:,}" for kind, count in counts.items() if count)
+        held[kind] += parameter.numel()
+        trained[kind] += parameter.numel() if parameter.requires_grad else 0
+    shares = ", ".join(f"{kind} {trained[kind]:,}/{held[kind]:,}" for kind in held if held[kind])
     return (
-        f"model: {total:,} parameters, {active:,} active per token; on this rank {sum(counts.values()):,}, "
-        f"trainable {trainable:,}: {shares}"
+        f"model: {total:,} parameters, {active:,} active per token; trainable/held by this rank: "
+        f"{sum(trained.values()):,}/{sum(held.values()):,} ({shares})"
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +21,11 @@ from tests.ranks import run_ranks
 
 Tensors = dict[str, Tensor]  # by parameter name
 ONE_RUN_S = 60  # no run may hang; reaching this is a failure
+
+
+def slow(*values: Any) -> Any:
+    """Parameters of a test that is left out of the fast part; others that stay in it meet the same code."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Batch(NamedTuple):

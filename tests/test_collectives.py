@@ -195,7 +195,7 @@ def _routing(rank: int, _: int, dtype: torch.dtype, num_active: int) -> tuple[li
 
 
 @pytest.mark.parametrize(("dtype", "row_bytes"), [(torch.float32, 6), (torch.float64, 10)], ids=str)
-@pytest.mark.parametrize("num_active", [1, 3])
+@pytest.mark.parametrize("num_active", [2, 3])
 def test_ids_and_weights_travel_together_in_few_bytes(dtype: torch.dtype, row_bytes: int, num_active: int) -> None:
     expected = [ROWS * num_active * row_bytes] * len(LAYOUTS)
     assert run_ranks(_routing, WORLD, dtype, num_active) == [(expected, str(dtype))] * WORLD

@@ -23,6 +23,7 @@ from tests.engine_runs import (
     plain_training,
     random_batch,
     read_export,
+    slow,
     start,
     train,
     train_in_trainer,
@@ -33,7 +34,13 @@ from tests.parity import Case, full_state, tiny_config
 from tests.ranks import run_ranks
 
 STAGES = [0, 1, 2, 3]
-GROUPS = [Case(), Case(tp=2, ep=2), Case(tp=4, ep=4), Case(dp=2, tp=2, ep=2), Case(dp=2, tp=2, ep=1)]
+GROUPS = [
+    Case(),
+    Case(tp=2, ep=2),
+    slow(Case(tp=4, ep=4)),
+    slow(Case(dp=2, tp=2, ep=2)),
+    slow(Case(dp=2, tp=2, ep=1)),
+]
 
 
 def two_expert_routing() -> tuple[GatherMoeConfig, Tensors]:
@@ -179,9 +186,9 @@ def _resume_numbered_experts(rank: int, world_size: int, config: Any, state: Any
     [
         Case(tp=2, ep=2, stage=2),
         Case(tp=2, ep=1, stage=1),
-        Case(dp=2, tp=2, ep=2, stage=3),
-        Case(tp=4, ep=2),
-        Case(tp=4, ep=4),
+        slow(Case(dp=2, tp=2, ep=2, stage=3)),
+        slow(Case(tp=4, ep=2)),
+        slow(Case(tp=4, ep=4)),
     ],
     ids=lambda case: f"dp{case.dp}-tp{case.tp}-ep{case.ep}-zero{case.stage}",
 )
@@ -214,7 +221,7 @@ def _step_with_users_optimizer(
     return before, weight_shards(engine)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
 def test_r_moe_05_one_step_of_a_users_optimizer_changes_every_parameter(stage: int) -> None:
     config, case = tiny_config(qk_norm="head"), Case(tp=2, ep=2, stage=stage)
     state = full_state(config)
@@ -326,7 +333,7 @@ def test_r_moe_08_every_zero_stage_gives_the_same_curves_in_bf16(stage: int, ove
     torch.testing.assert_close(got.norms, want.norms, atol=0, rtol=0.05)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
 def test_r_moe_09_ranks_may_route_to_different_experts(stage: int) -> None:
     config, state = two_expert_routing()
     batch, training = two_class_batch(first_class_first=True), Training(num_steps=3)

@@ -25,6 +25,7 @@ from tests.engine_runs import (
     plain_training,
     random_batch,
     read_export,
+    slow,
     start,
     train,
     used_gradients,
@@ -36,7 +37,7 @@ from tests.resolving import TINY, faults_of, resolve
 STAGES = [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, slow(3)])
 def test_r_tp_01_replicated_parameters_stay_equal_and_right(stage: int) -> None:
     config = tiny_config(qk_norm="head")
     state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
@@ -196,7 +197,7 @@ def test_r_tp_04_curves_and_weights_do_not_depend_on_the_layout(kind: str, case:
     assert_all_match(got.weights, want.weights)
 
 
-@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
+@pytest.mark.parametrize("qk_norm", ["none", slow("head"), "full"])
 def test_r_tp_05_more_ranks_than_key_value_heads_match_one_process(qk_norm: str) -> None:
     config, case = tiny_config(qk_norm=qk_norm), Case(tp=4, ep=4, stage=2)
     state, batch = full_state(config), random_batch()
@@ -227,7 +228,7 @@ def test_r_tp_05_heads_that_can_neither_be_split_nor_replicated_stop_the_start()
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, slow(4)])
 def test_r_tp_06_an_odd_vocabulary_matches_one_process(tp: int, tied: bool, tmp_path: Any) -> None:
     config = tiny_config(vocab_size=51, tie_word_embeddings=tied)
     state, case = full_state(config), Case(tp=tp, ep=tp, stage=2)
