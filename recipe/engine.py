@@ -127,11 +127,7 @@ def build_optimizer(model: nn.Module, options: AdamOptions) -> torch.optim.AdamW
         for params, decay in ((decayed, options.weight_decay), (plain, 0.0))
         if params
     ]
-    # One loop over tensors on CPU; a single fused kernel on a GPU.
-    fused = trainable[0].is_cuda
-    return torch.optim.AdamW(
-        groups, lr=options.learning_rate, betas=options.betas, eps=options.eps, fused=fused, foreach=False
-    )
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps, fused=True)
 
 
 class Engine:
@@ -213,7 +209,7 @@ class Engine:
         self.ds.eval()
         nll, num_targets = torch.zeros((), dtype=torch.float64), 0
         for micro_batch in micro_batches:
-            output = self.ds(**self._inputs(micro_batch), output_logits=False)
+            output = self.ds(**self._inputs(micro_batch))
             nll += output.sums.nll.double().cpu()
             num_targets += micro_batch.num_targets
         self.ds.train()
@@ -229,6 +225,7 @@ class Engine:
             "labels": micro_batch.labels.to(device, non_blocking=True),
             "document_starts": micro_batch.document_starts,
             "use_cache": False,
+            "output_logits": False,
         }
         if micro_batch.token_mask is not None:
             inputs["attention_mask"] = micro_batch.token_mask.to(device, non_blocking=True)
