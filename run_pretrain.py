@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from recipe.prepare import Request
 
 USER_ERROR = 2  # exit code of a mistake in the settings; those of checkpoints are in recipe/checkpoint/errors.py
+GRACE_S = 15.0
 
 Say = Callable[[str], None]
 
@@ -133,11 +135,16 @@ def report(results: "TrainResults", loop: "TrainingLoop") -> None:
 
 
 def fail(error: Exception, *, rank: int, only_first: bool = False) -> int:
-    """Print a mistake once; a rank other than the first says in one line that it ends, too."""
+    """Print a mistake once; a rank other than the first says in one line that it ends, too.
+
+    The launcher ends all ranks as soon as one has ended, so the others give the first one time to speak.
+    """
     if rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
-    elif not only_first:
-        print(f"rank {rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+    else:
+        if not only_first:
+            print(f"rank {rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        time.sleep(GRACE_S)
     return getattr(error, "exit_code", USER_ERROR)
 
 

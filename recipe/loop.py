@@ -75,7 +75,7 @@ class TrainingLoop:
         max_steps = run.settings.schedule.max_steps
         assert max_steps is not None
         is_first = run.ranks.rank == 0
-        bar = ProgressBar(max_steps, first_step=self._step, show=is_first)
+        bar = ProgressBar(max_steps, first_step=self._step, show=is_first, say=run.say)
         writer = self._open_metrics() if is_first else None
         steps = self._loader(bar).steps(self._position)
         self._clock = TrainingClock()

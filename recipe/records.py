@@ -65,7 +65,8 @@ class MetricsWriter:
 class ProgressBar:
     """A bar over optimizer steps with loss, tokens per second, memory and time left; silent where `show` is false."""
 
-    def __init__(self, max_steps: int, *, first_step: int, show: bool) -> None:
+    def __init__(self, max_steps: int, *, first_step: int, show: bool, say: Callable[[str], None] = print) -> None:
+        self._say = say
         self._bar = tqdm(total=max_steps, initial=first_step, disable=not show, unit="step", dynamic_ncols=True)
 
     def advance(self) -> None:
@@ -76,9 +77,10 @@ class ProgressBar:
         self._bar.set_postfix_str(describe_step(record))
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Say a line above the bar; nothing where the bar is not shown."""
         if not self._bar.disable:
-            self._bar.write(text)
+            with tqdm.external_write_mode():
+                self._say(text)
 
     def close(self) -> None:
         self._bar.close()
