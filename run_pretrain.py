@@ -103,11 +103,12 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     ranks = TorchRanks(dist.new_group(backend="gloo"))
 
     output_dir, resume = Path(arguments.output_dir or ""), arguments.resume_from_checkpoint
-    folder = claim_run_folder(output_dir, ranks=ranks, resume=resume, overwrite=arguments.overwrite_output_dir, say=say)
+    folder = claim_run_folder(output_dir, ranks=ranks, resume=resume, overwrite=arguments.overwrite_output_dir)
     stack.enter_context(folder)
     checkpoint = find_checkpoint(folder.checkpoints, resume=resume, ranks=ranks, say=say)
     run = prepare_run(request, mesh=mesh, ranks=ranks, folder=folder, say=say)
     engine = prepare_engine(run)
+    folder.discard_old_run(ranks=ranks, say=say)  # not before the new one is known to start
     if ranks.rank == 0:
         write_json(output_dir / "run.json", describe_run(run))
     return TrainingLoop(run, engine, checkpoint=checkpoint)

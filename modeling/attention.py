@@ -25,12 +25,13 @@ class Documents(NamedTuple):
     """Where the documents of packed sequences begin.
 
     starts        per sequence, host integers, the first of each 0
-    cu_seqlens    [B*S + 1] int32, boundaries in the flattened batch, padded to this fixed length with B*S
+    cu_seqlens    int32, boundaries in the flattened batch, padded with B*S to a power of two and one, so that few
+                  lengths occur; only for implementations that read it
     max_length    static upper bound for a document's length: S
     """
 
     starts: tuple[tuple[int, ...], ...]
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor | None
     max_length: int
 
 
@@ -53,13 +54,18 @@ class QkNormWeights(NamedTuple):
     k: Tensor
 
 
-def find_documents(starts: tuple[tuple[int, ...], ...], *, block_size: int, device: torch.device) -> Documents | None:
+def find_documents(
+    starts: tuple[tuple[int, ...], ...], *, block_size: int, implementation: str, device: torch.device
+) -> Documents | None:
     """Describe packed sequences for attention; None where every sequence is a single document."""
     if all(len(row) == 1 for row in starts):
         return None
+    if implementation not in VARLEN:
+        return Documents(starts, None, block_size)
     flat = [b * block_size + start for b, row in enumerate(starts) for start in row]
-    total = len(starts) * block_size
-    padded = flat + [total] * (total + 1 - len(flat))
+    # Documents of length 0 at the end; a kernel works through every one, so not as many as there are tokens.
+    num_documents = 1 << (len(flat) - 1).bit_length()
+    padded = flat + [len(starts) * block_size] * (num_documents + 1 - len(flat))
     return Documents(starts, torch.tensor(padded, dtype=torch.int32, device=device), block_size)
 
 

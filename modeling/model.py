@@ -180,7 +180,9 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         if document_starts is not None:
             check_isolation(implementation)
             check_documents(document_starts, num_sequences=embeds.shape[0], block_size=block_size)
-            documents = find_documents(document_starts, block_size=block_size, device=device)
+            documents = find_documents(
+                document_starts, block_size=block_size, implementation=implementation, device=device
+            )
         if documents is not None:
             position_ids = document_positions(documents.starts, block_size=block_size, device=device)
         if position_ids is None:

@@ -5,14 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recipe.checkpoint.agreement import on_every
 from recipe.checkpoint.commit import write_checkpoint
 from recipe.checkpoint.find import Checkpoint
+from recipe.checkpoint.folders import LATEST
 from recipe.checkpoint.hugging_face import FOLDER, ExportOptions, export_hugging_face
 from recipe.checkpoint.native import load_native, save_native
 from recipe.data.agreement import check_batches
 from recipe.data.batches import evaluation_batches
 from recipe.data.loader import LoaderOptions, Step, StepLoader
-from recipe.data.packing import PackedBlocks
+from recipe.data.together import on_every_rank
 from recipe.engine import Engine
 from recipe.flops import find_peak, sum_squared_lengths
 from recipe.metrics import (
@@ -39,7 +41,7 @@ class TrainResults(NamedTuple):
     tokens: int
     last: StepRecord | None
     evaluation: EvalRecord | None
-    checkpoint: Path | None
+    checkpoint: Path
     hf_folder: Path | None
 
 
@@ -51,18 +53,16 @@ class TrainingLoop:
         sizes = run.config.sizes
         self._meter = StepMeter(num_moe_layers=sizes.num_moe_layers, num_experts=sizes.num_experts)
         self._step = self._position = 0
-        self._saved: Path | None = None
+        self._already_s = 0.0  # training time behind the sums of an unfinished log line
         self._last: StepRecord | None = None
         self._evaluation: EvalRecord | None = None
         if checkpoint is not None:
             check_resumable(run, checkpoint)
             state = load_native(engine, checkpoint.folder)
             self._meter.restore(state["meter"], device=engine.ds.device)
-            self._step, self._position, self._saved = (
-                checkpoint.step,
-                checkpoint.details["position"],
-                checkpoint.folder,
-            )
+            self._already_s = state["elapsed_s"]
+            self._step, self._position = checkpoint.step, checkpoint.details["position"]
+        self._writer = self._open_metrics()
         # All ranks of a machine measure at once, so that the sum is what they can do together.
         run.ranks.barrier()
         peak = find_peak(run.world.device, precision=run.settings.precision)
@@ -76,9 +76,9 @@ class TrainingLoop:
         assert max_steps is not None
         is_first = run.ranks.rank == 0
         bar = ProgressBar(max_steps, first_step=self._step, show=is_first, say=run.say)
-        writer = self._open_metrics() if is_first else None
+        writer = self._writer
         steps = self._loader(bar).steps(self._position)
-        self._clock = TrainingClock()
+        self._clock = TrainingClock(already_s=self._already_s)
         try:
             first = True
             while self._step < max_steps:
@@ -161,13 +161,15 @@ class TrainingLoop:
 
     def _finish(self, bar: ProgressBar, writer: MetricsWriter | None) -> None:
         self._evaluate(bar, writer)
-        # A run that was already complete when it was resumed has nothing new to save.
-        if self._saved is None or self._saved.name != f"step-{self._step}":
+        saved = self.run.folder.checkpoints / f"step-{self._step}"
+        # A run that was already complete when it was resumed may have nothing new to save.
+        if not saved.is_dir() or (self.run.arguments.hf_save != "never" and not (saved / FOLDER).is_dir()):
             self._save(is_last=True)
 
     def _evaluate(self, bar: ProgressBar, writer: MetricsWriter | None) -> None:
         run, layout = self.run, self.run.mesh.layout
-        blocks = _first_blocks(run.data.validation, run.arguments.max_eval_samples)
+        blocks, limit = run.data.validation, run.arguments.max_eval_samples
+        blocks = blocks if limit is None else blocks.first(limit)
         if not len(blocks):
             return
         num_sequences = run.arguments.per_device_eval_batch_size or run.settings.num_sequences
@@ -181,7 +183,7 @@ class TrainingLoop:
     def _save(self, *, is_last: bool) -> None:
         run, arguments = self.run, self.run.arguments
         with_hf = arguments.hf_save == "every" or (arguments.hf_save == "last" and is_last)
-        self._saved = write_checkpoint(
+        write_checkpoint(
             run.folder.checkpoints,
             step=self._step,
             ranks=run.ranks,
@@ -192,7 +194,9 @@ class TrainingLoop:
 
     def _write_files(self, folder: Path, *, with_hf: bool) -> None:
         run = self.run
-        save_native(self._engine, folder, rank_state={"meter": self._meter.state()})
+        rank_state = {"meter": self._meter.state(), "elapsed_s": self._clock.elapsed_s()}
+        # Whoever fails here must not leave the others in the export's collectives.
+        on_every(lambda: save_native(self._engine, folder, rank_state=rank_state), ranks=run.ranks)
         if with_hf:
             dtype = pick_dtype(run.arguments.hf_dtype, precision=run.settings.precision)
             options = ExportOptions(run.arguments.hf_format, dtype)
@@ -210,33 +214,35 @@ class TrainingLoop:
             accumulation=run.settings.accumulation,
             num_workers=run.arguments.dataloader_num_workers,
         )
-        return StepLoader(train_blocks(run), options=options, say=bar.say)
+        return StepLoader(run.data.train.first(run.num_train_blocks), options=options, say=bar.say)
 
-    def _open_metrics(self) -> MetricsWriter:
+    def _open_metrics(self) -> MetricsWriter | None:
+        """On the first rank; where it cannot be opened there, no rank goes on."""
         run = self.run
-        return MetricsWriter(
-            run.folder.path,
-            after_step=self._step or None,
-            tensorboard="tensorboard" in run.arguments.report_to,
-            say=run.say,
-        )
+
+        def open_writer() -> MetricsWriter | None:
+            if run.ranks.rank > 0:
+                return None
+            return MetricsWriter(
+                run.folder.path,
+                after_step=self._step or None,
+                tensorboard="tensorboard" in run.arguments.report_to,
+                say=run.say,
+            )
+
+        return on_every_rank(open_writer, ranks=run.ranks)
 
     def _results(self) -> TrainResults:
-        latest = self.run.folder.checkpoints / "latest" if self._saved is not None else None
-        has_hf = latest is not None and (latest / FOLDER).is_dir()
+        latest = self.run.folder.checkpoints / LATEST
+        hf_folder = latest / FOLDER
         return TrainResults(
             steps=self._step,
             tokens=self._position * self.run.settings.block_size,
             last=self._last,
             evaluation=self._evaluation,
             checkpoint=latest,
-            hf_folder=latest / FOLDER if latest is not None and has_hf else None,
+            hf_folder=hf_folder if hf_folder.is_dir() else None,
         )
-
-
-def train_blocks(run: Run) -> PackedBlocks:
-    """The blocks that training goes through, as many as --max_train_samples allows."""
-    return _first_blocks(run.data.train, run.arguments.max_train_samples)
 
 
 def results_dict(results: TrainResults, run: Run) -> dict[str, Any]:
@@ -247,13 +253,9 @@ def results_dict(results: TrainResults, run: Run) -> dict[str, Any]:
         "train": None if results.last is None else results.last.as_dict(),
         "evaluation": None if results.evaluation is None else results.evaluation.as_dict(),
         "unigram_entropy": run.data.report["unigram_entropy_nats"],
-        "checkpoint": None if results.checkpoint is None else str(results.checkpoint),
+        "checkpoint": str(results.checkpoint),
         "hf_folder": None if results.hf_folder is None else str(results.hf_folder),
     }
-
-
-def _first_blocks(blocks: PackedBlocks, limit: int | None) -> PackedBlocks:
-    return blocks if limit is None else blocks.first(limit)
 
 
 def _is_due(step: int, *, every: int) -> bool:

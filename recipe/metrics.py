@@ -220,9 +220,13 @@ def load_ratio(counts: Sequence[float]) -> float:
 class TrainingClock:
     """Counts the seconds spent on training, without what is spent under `paused()` (evaluation, saving)."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter, *, already_s: float = 0.0) -> None:
         self._now = now
-        self._start_s = now()
+        self._start_s = now() - already_s
+
+    def elapsed_s(self) -> float:
+        """Seconds since the last lap, which goes on."""
+        return self._now() - self._start_s
 
     def lap(self) -> float:
         """Seconds since the last lap, or since the start."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers.utils.logging import set_verbosity
 
 from modeling.build import build_model
@@ -16,7 +17,7 @@ from modeling.mesh import ParallelMesh
 from recipe.checkpoint.hf_config import choose_type
 from recipe.checkpoint.hf_load import load_weights
 from recipe.checkpoint.run_folder import RunFolder
-from recipe.data.options import DataOptions
+from recipe.data.options import DataOptions, check_options
 from recipe.data.prepare import PreparedData, prepare_data
 from recipe.engine import AdamOptions, Engine, build_optimizer
 from recipe.launch.start import World
@@ -56,21 +57,11 @@ def prepare_run(
     request: Request, *, mesh: ParallelMesh, ranks: Ranks, folder: RunFolder, say: Callable[[str], None]
 ) -> Run:
     """Read or make the data and settle what depends on it. Collective; ValueError on every rank alike."""
-    arguments = request.arguments
-    _check_eval_batch(request)
-    data = prepare_data(data_options(arguments), ranks=ranks, say=say)
-    config = _model_config(request, data)
-    choose_type(config, hf_format=arguments.hf_format)  # rather now than at the first save
-    num_blocks = min(len(data.train), arguments.max_train_samples or len(data.train))
-    schedule = settle_schedule(
-        request.settings.schedule,
-        num_train_sequences=num_blocks,
-        sequences_per_step=request.settings.sequences_per_step,
-    )
-    return Run(
-        arguments=arguments,
-        settings=replace(request.settings, schedule=schedule),
-        config=config,
+    data = prepare_data(data_options(request.arguments), ranks=ranks, say=say)
+    run = Run(
+        arguments=request.arguments,
+        settings=request.settings,
+        config=_model_config(request, data),
         world=request.world,
         mesh=mesh,
         ranks=ranks,
@@ -78,6 +69,12 @@ def prepare_run(
         data=data,
         say=say,
     )
+    schedule = settle_schedule(
+        request.settings.schedule,
+        num_train_sequences=run.num_train_blocks,
+        sequences_per_step=request.settings.sequences_per_step,
+    )
+    return replace(run, settings=replace(request.settings, schedule=schedule))
 
 
 def prepare_engine(run: Run) -> Engine:
@@ -125,10 +122,24 @@ def data_options(arguments: Arguments) -> DataOptions:
 
 
 def _own_tokenizer(model_folder: str | None) -> str | None:
-    """A checkpoint brings its tokenizer along."""
-    if model_folder is not None and (Path(model_folder) / "tokenizer_config.json").exists():
+    """A checkpoint brings its tokenizer along; one that does not must not get a new one by accident."""
+    if model_folder is None or (Path(model_folder) / "tokenizer_config.json").exists():
         return model_folder
-    return None
+    raise ValueError(f"--model_name_or_path {model_folder} holds no tokenizer; name its tokenizer by --tokenizer_name")
+
+
+def request_faults(arguments: Arguments, model: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the data options, the model's configuration and the export, to be listed with all else."""
+    faults = []
+    for check in (
+        lambda: check_options(data_options(arguments)),
+        lambda: choose_type(GatherMoeConfig(**_rope(model)), hf_format=arguments.hf_format),
+    ):
+        try:
+            check()
+        except (ValueError, StrictDataclassError) as error:
+            faults.append(str(error))
+    return faults
 
 
 def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
@@ -140,18 +151,18 @@ def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
             f"use --config_overrides vocab_size={vocab_size} for a fresh model, or the tokenizer the model was "
             "trained with"
         )
-    config = GatherMoeConfig(
-        **_rope(request.model),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        router_aux_loss_coef=arguments.router_aux_loss_coef,
-        router_z_loss_coef=arguments.router_z_loss_coef,
-        logits_z_loss_coef=arguments.logits_z_loss_coef,
-        balance_scope=arguments.balance_scope,
-        experts_backend=request.settings.parallel.expert_backend,
-        use_cache=False,
-    )
+    of_this_run = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "router_aux_loss_coef": arguments.router_aux_loss_coef,
+        "router_z_loss_coef": arguments.router_z_loss_coef,
+        "logits_z_loss_coef": arguments.logits_z_loss_coef,
+        "balance_scope": arguments.balance_scope,
+        "experts_backend": request.settings.parallel.expert_backend,
+        "use_cache": False,
+    }
+    config = GatherMoeConfig(**{**_rope(request.model), **of_this_run})
     config._attn_implementation = arguments.attn_implementation
     return config
 
@@ -163,13 +174,3 @@ def _rope(model: Mapping[str, Any]) -> dict[str, Any]:
     if theta is not None and values.get("rope_parameters") is None:
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
     return values
-
-
-def _check_eval_batch(request: Request) -> None:
-    settings = request.settings
-    num_sequences = request.arguments.per_device_eval_batch_size or settings.num_sequences
-    if num_sequences * settings.block_size % settings.layout.tp:
-        raise ValueError(
-            f"per_device_eval_batch_size={num_sequences} x block_size={settings.block_size} tokens cannot be shared "
-            f"by tp={settings.layout.tp} ranks; use a multiple of {settings.layout.tp}"
-        )

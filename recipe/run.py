@@ -1,10 +1,12 @@
 """What a run consists of once everything is settled, and the record of it in run.json."""
 
+import json
 import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from recipe.ranks import Ranks
 from recipe.settings.ds_config import ResolvedConfig
 from recipe.settings.flags import Arguments
 
-# What a checkpoint's files depend on, and the meaning of its position in the data.
-FIXED_ON_RESUME = ("dp", "tp", "ep", "zero_stage", "precision", "block_size", "data")
+# Settings that may change from one start of a run to the next: its length, and what is only logged or kept.
+FREE_ON_RESUME = ("position", "tokens", "max_steps", "optimizer")
+# Entries of the model's configuration that say nothing about the function it computes.
+NOT_THE_MODEL = ("use_cache", "experts_backend", "output_router_logits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,12 @@ class Run:
     folder: RunFolder
     data: PreparedData
     say: Callable[[str], None]  # prints on rank 0
+
+    @property
+    def num_train_blocks(self) -> int:
+        """Blocks that training goes through, as many as --max_train_samples allows."""
+        num_blocks, limit = len(self.data.train), self.arguments.max_train_samples
+        return num_blocks if limit is None else min(limit, num_blocks)
 
 
 def describe_run(run: Run) -> dict[str, Any]:
@@ -58,26 +68,34 @@ def describe_run(run: Run) -> dict[str, Any]:
 
 
 def checkpoint_details(run: Run, *, position: int) -> dict[str, Any]:
-    """What is stored with a checkpoint and compared when it is resumed."""
-    layout = run.mesh.layout
+    """What is stored with a checkpoint, and compared when it is resumed but for FREE_ON_RESUME."""
+    layout, settings = run.mesh.layout, run.settings
+    model = {name: getattr(run.config, name) for name in GatherMoeConfig.__annotations__ if name not in NOT_THE_MODEL}
     return {
         "position": position,
-        "tokens": position * run.settings.block_size,
-        "max_steps": run.settings.schedule.max_steps,
+        "tokens": position * settings.block_size,
+        "max_steps": settings.schedule.max_steps,
+        "optimizer": asdict(settings.optimizer),
         "dp": layout.dp,
         "tp": layout.tp,
         "ep": layout.ep,
-        "zero_stage": run.settings.zero_stage,
-        "precision": run.settings.precision,
-        "block_size": run.settings.block_size,
-        "data": [corpus["manifest"] for corpus in run.data.report["corpora"]],
+        "zero_stage": settings.zero_stage,
+        "precision": settings.precision,
+        "block_size": settings.block_size,
+        "seed": run.arguments.seed,
+        # The name of a token store depends on the text, the tokenizer and how they are read.
+        "data": [Path(corpus["cache"]).name for corpus in run.data.report["corpora"]],
+        "num_train_blocks": run.num_train_blocks,
+        **{f"model.{name}": value for name, value in sorted(model.items())},
     }
 
 
 def check_resumable(run: Run, checkpoint: Checkpoint) -> None:
-    """ValueError with everything in which a checkpoint differs from this run; a new length is only said."""
-    now, then = checkpoint_details(run, position=0), checkpoint.details
-    faults = [f"{name}: {then[name]} then, {now[name]} now" for name in FIXED_ON_RESUME if then[name] != now[name]]
+    """ValueError with everything in which a checkpoint differs from this run; what may differ is only said."""
+    # Through JSON, as the manifest went: tuples became lists there.
+    now, then = json.loads(json.dumps(checkpoint_details(run, position=0))), checkpoint.details
+    names = sorted((now.keys() | then.keys()) - set(FREE_ON_RESUME))
+    faults = [f"{n}: {then.get(n)} then, {now.get(n)} now" for n in names if then.get(n) != now.get(n)]
     if faults:
         raise ValueError(
             f"{checkpoint.folder} was saved by another set-up and cannot be continued by this one:\n"
@@ -90,6 +108,8 @@ def check_resumable(run: Run, checkpoint: Checkpoint) -> None:
             f"warning: the run had max_steps={then['max_steps']} and now has {now['max_steps']}; "
             "the learning rate follows the new schedule from here on"
         )
+    if then["optimizer"] != now["optimizer"]:
+        run.say(f"warning: the run had the optimizer settings {then['optimizer']} and now has {now['optimizer']}")
 
 
 def describe_parameters(model: nn.Module, config: GatherMoeConfig) -> str:

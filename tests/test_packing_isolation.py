@@ -121,13 +121,15 @@ def test_starts_that_do_not_describe_the_batch_are_refused(starts: Any) -> None:
 
 
 def test_boundaries_are_a_list_of_fixed_length() -> None:
-    found = find_documents(STARTS, block_size=BLOCK, device=torch.device("cpu"))
+    here = {"block_size": BLOCK, "device": torch.device("cpu")}
+    found = find_documents(STARTS, implementation="flash_attention_2", **here)
     assert found is not None
     total = len(STARTS) * BLOCK
-    assert found.cu_seqlens.tolist() == [0, 3, 11, 16, 32, 41] + [total] * (total + 1 - 6)
+    assert found.cu_seqlens.tolist() == [0, 3, 11, 16, 32, 41, total, total, total]
     assert found.cu_seqlens.dtype == torch.int32
     assert found.max_length == BLOCK
-    assert find_documents(((0,), (0,)), block_size=BLOCK, device=torch.device("cpu")) is None
+    assert find_documents(STARTS, implementation="sdpa", **here).cu_seqlens is None
+    assert find_documents(((0,), (0,)), implementation="flash_attention_2", **here) is None
 
 
 def test_positions_begin_again_in_every_document() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parity import Case, full_state, make_micro_batches, start_engine, tiny_config
 from tests.ranks import RankError, run_ranks
 from tests.training import read_metrics, train_on_ranks, write_ds_config, write_inputs
 
@@ -89,10 +90,58 @@ def test_r_data_02_a_second_resume_goes_on_from_the_first(tmp_path: Path) -> Non
 def test_another_set_up_is_refused_with_everything_that_differs(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"save_steps": 3}
     run_ranks(train_on_ranks, 1, flags)
-    changed = write_ds_config(tmp_path, zero_optimization={"stage": 1}) | {"block_size": 8}
-    message = r"(?s)saved by another set-up .*zero_stage: 2 then, 1 now.*block_size: 16 then, 8 now"
-    with pytest.raises(RankError, match=message):
+    changed = write_ds_config(tmp_path, zero_optimization={"stage": 1})
+    changed |= {"block_size": 8, "seed": 7, "config_overrides": "num_experts_per_tok=1,rms_norm_eps=1e-5"}
+    with pytest.raises(RankError, match="saved by another set-up") as caught:
         run_ranks(train_on_ranks, 1, flags | changed | {"resume_from_checkpoint": "auto"})
+    for line in (
+        "block_size: 16 then, 8 now",
+        "zero_stage: 2 then, 1 now",
+        "seed: 42 then, 7 now",
+        "model.num_experts_per_tok: 2 then, 1 now",
+        "model.rms_norm_eps: 1e-06 then, 1e-05 now",
+    ):
+        assert f"  - {line}" in str(caught.value)
+
+
+def test_another_tokenizer_on_the_same_text_is_refused(tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path)
+    run_ranks(train_on_ranks, 1, flags)
+    with pytest.raises(RankError, match=r"  - data: \['tokens-.*'\] then, \['tokens-.*'\] now"):
+        run_ranks(train_on_ranks, 1, flags | {"train_vocab_size": 304, "resume_from_checkpoint": "auto"})
+
+
+def resume_with_other_settings(rank: int, world_size: int, folder: Path, stage: int) -> tuple[Any, float]:
+    """Save, build a new engine with other settings, load; what the optimizer then works with."""
+    from recipe.checkpoint.native import load_native, save_native
+
+    config, case = tiny_config(), Case(dp=2, stage=stage)
+    engine = start_engine(config, full_state(config), case)
+    batches = make_micro_batches(config, case, step=0, dp_rank=engine.mesh.dp_rank)
+    engine.accumulate(batches, counts=engine.count(batches))
+    engine.update(learning_rate=1e-3)
+    save_native(engine, folder, rank_state={})
+    other = start_engine(config, full_state(config), case, max_grad_norm=0.01)
+    for group in other.ds.optimizer.param_groups:
+        group.update(betas=(0.5, 0.6), weight_decay=0.7)
+    load_native(other, folder)
+    groups = [(g["betas"], g["weight_decay"]) for g in other.ds.optimizer.param_groups]
+    other.accumulate(batches, counts=other.count(batches))
+    return groups, other.update(learning_rate=1.0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_settings_of_the_resumed_run_hold_not_those_of_the_saved_one(tmp_path: Path, stage: int) -> None:
+    for groups, norm in run_ranks(resume_with_other_settings, 2, tmp_path, stage):
+        assert groups == [((0.5, 0.6), 0.7)] * 2
+        assert norm > 0.01, "the norm before clipping"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_r_ckpt_13_tied_embeddings_resume_bitwise(tmp_path: Path, stage: int) -> None:
+    ds_config = {"zero_optimization": {"stage": stage}, "parallel": {"tp": 2}}
+    check_resume(tmp_path, world_size=2, ds_config=ds_config, config_overrides="tie_word_embeddings=true")
 
 
 def test_r_ckpt_03_the_learning_rate_goes_on_after_a_resume(tmp_path: Path) -> None:

@@ -21,11 +21,8 @@ from tests.thread_ranks import on_threads
 PROJECT = Path(__file__).parent.parent
 
 
-def claim(
-    path: Path, *, resume: str | None = None, overwrite: bool = False, said: list[str] | None = None
-) -> RunFolder:
-    said = [] if said is None else said
-    return claim_run_folder(path, ranks=OneRank(), resume=resume, overwrite=overwrite, say=said.append)
+def claim(path: Path, *, resume: str | None = None, overwrite: bool = False) -> RunFolder:
+    return claim_run_folder(path, ranks=OneRank(), resume=resume, overwrite=overwrite)
 
 
 @pytest.fixture
@@ -73,9 +70,11 @@ def test_resuming_from_elsewhere_does_not_open_a_used_folder(used: Path) -> None
         claim(used, resume=str(used.parent / "other" / "step-1"))
 
 
-def test_overwriting_deletes_the_old_run_and_nothing_else(used: Path) -> None:
+def test_overwriting_deletes_the_old_run_and_nothing_else_once_it_is_asked_to(used: Path) -> None:
     said: list[str] = []
-    claim(used, overwrite=True, said=said).release()
+    with claim(used, overwrite=True) as folder:
+        assert (used / "checkpoints" / "step-5").is_dir(), "a new run that cannot start must not cost the old one"
+        folder.discard_old_run(ranks=OneRank(), say=said.append)
     assert sorted(path.name for path in used.iterdir()) == [".lock", "notes.txt"]
     assert said == [f"overwriting {used}: deleting run.json, metrics.jsonl, checkpoints"]
 
@@ -127,13 +126,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_every_rank_is_refused_alike_and_only_rank_0_locks(used: Path) -> None:
-    errors = on_threads(
-        3, lambda ranks: claim_run_folder(used, ranks=ranks, resume=None, overwrite=False, say=lambda line: None)
-    )
+    errors = on_threads(3, lambda ranks: claim_run_folder(used, ranks=ranks, resume=None, overwrite=False))
     assert [type(error) for error in errors] == [FolderInUseError] * 3
-    folders = on_threads(
-        3, lambda ranks: claim_run_folder(used, ranks=ranks, resume="auto", overwrite=False, say=lambda line: None)
-    )
+    folders = on_threads(3, lambda ranks: claim_run_folder(used, ranks=ranks, resume="auto", overwrite=False))
     folders[1].release()
     folders[2].release()
     with pytest.raises(FolderInUseError, match="live run"):

@@ -61,6 +61,7 @@ def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens:
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_dropout": config.attention_dropout,
         "router_aux_loss_coef": config.router_aux_loss_coef,
+        "use_cache": True,
         # True would add the balance loss to the loss of an evaluation, too.
         "output_router_logits": False,
         "bos_token_id": tokens.bos,
@@ -69,7 +70,8 @@ def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens:
         "dtype": dtype,
     }
     if model_type == NATIVE:
-        values = {**config.to_dict(), **common, "auto_map": AUTO_MAP, "architectures": ["GatherMoeForCausalLM"]}
+        values = {**config.to_diff_dict(), **common, "auto_map": AUTO_MAP, "architectures": ["GatherMoeForCausalLM"]}
+        values["experts_backend"] = "auto"
     else:
         values = _stock_dict(config, model_type, common)
     # Readers that are older than transformers 5 look for these names.
@@ -117,7 +119,8 @@ def _stock_dict(config: GatherMoeConfig, model_type: str, common: dict[str, Any]
     }
     architectures = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
     stock = CONFIG_MAPPING[model_type](**common, **own[model_type])
-    return {**stock.to_dict(), "architectures": [architectures[model_type] + "ForCausalLM"]}
+    names = [architectures[model_type] + "ForCausalLM"]
+    return {**stock.to_diff_dict(), **common, **own[model_type], "model_type": model_type, "architectures": names}
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

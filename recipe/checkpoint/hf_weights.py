@@ -22,6 +22,7 @@ from modeling.init import full_shapes, shard_table
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Shard, ShardTable
 from modeling.sharding import join
+from recipe.checkpoint.agreement import on_every
 from recipe.ranks import Ranks
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -58,8 +59,9 @@ def write_weights(
 ) -> int:
     """Write all weights below `folder` and check them; returns their number. Collective over the whole world.
 
-    A rank holds at most one file's tensors beside one gathered tensor. Raises RuntimeError where the files do not hold
-    exactly the tensors of the model, each with its shape and, for a sample, its very bytes.
+    A rank holds at most one file's tensors beside one gathered tensor. Raises RanksFailedError, the same on every rank,
+    where a file could not be written, or where the files do not hold exactly the tensors of the model, each with its
+    shape and, for a sample, its very bytes.
     """
     table = shard_table(source.config, source.mesh)
     shapes = full_shapes(source.model, config=source.config, table=table)
@@ -69,23 +71,28 @@ def write_weights(
         if source.mesh.dp_rank == 0:
             for tensor_name, tensor in _whole_tensors(name, local, shape, source=source, table=table, kind=model_type):
                 writer.add(tensor_name, tensor.to(dtype))
-    by_rank = ranks.gather(writer.finish())
-    errors = {rank: error for rank, error in enumerate(ranks.gather(writer.error)) if error}
-    if errors:
-        raise RuntimeError(f"the weights could not be written: {errors}")
+    by_rank = on_every(writer.finish, ranks=ranks)
     written = [file for files in by_rank for file in files]
     names = _final_names(len(written))
-    for old, new in zip(written, names, strict=True):
-        if old in by_rank[ranks.rank]:
-            (folder / old.name).rename(folder / new)
-    ranks.barrier()
+    mine = {file.name for file in by_rank[ranks.rank]}
+
+    def rename() -> None:
+        for old, new in zip(written, names, strict=True):
+            if old.name in mine:
+                (folder / old.name).rename(folder / new)
+
+    on_every(rename, ranks=ranks)
     files = [file._replace(name=name) for file, name in zip(written, names, strict=True)]
     expected = _expected_shapes(shapes, config=source.config, model_type=model_type)
-    if ranks.rank == 0:
-        _write_index(folder, files)
-        _check_names(files, expected)
-    for file in files[ranks.rank :: ranks.world_size]:
-        _check_file(folder / file.name, file)
+
+    def check() -> None:
+        if ranks.rank == 0:
+            _write_index(folder, files)
+            _check_names(files, expected)
+        for file in files[ranks.rank :: ranks.world_size]:
+            _check_file(folder / file.name, file)
+
+    on_every(check, ranks=ranks)
     return len(expected)
 
 
@@ -195,8 +202,11 @@ class _FileWriter:
         self._num_bytes += num_bytes
 
     def finish(self) -> list[WrittenFile]:
+        """Write what is left; OSError where any file could not be written."""
         if self._tensors:
             self._flush()
+        if self.error is not None:
+            raise OSError(self.error)
         return self._files
 
     def _flush(self) -> None:

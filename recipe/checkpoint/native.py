@@ -13,6 +13,7 @@ from recipe.engine import Engine
 
 TAG = "deepspeed"
 RANK_FOLDER = "ranks"
+OPTIMIZER_SETTINGS = ("betas", "eps", "weight_decay")
 
 
 class _HoldingBack:
@@ -49,7 +50,8 @@ def save_native(engine: Engine, folder: Path, *, rank_state: dict[str, Any]) -> 
     if holding.error is not None:
         raise holding.error
     (folder / RANK_FOLDER).mkdir(exist_ok=True)
-    torch.save({"random": _random_states(), "state": rank_state}, _rank_file(folder, engine.mesh.rank))
+    states = _random_states(engine.ds.device)
+    torch.save({"random": states, "state": rank_state}, _rank_file(folder, engine.mesh.rank))
 
 
 def load_native(engine: Engine, folder: Path) -> dict[str, Any]:
@@ -57,15 +59,21 @@ def load_native(engine: Engine, folder: Path) -> dict[str, Any]:
 
     Raises RuntimeError where DeepSpeed finds nothing to load, which it reports by a warning only.
     """
+    wanted = [{name: group[name] for name in OPTIMIZER_SETTINGS} for group in engine.ds.optimizer.param_groups]
     path, _ = engine.ds.load_checkpoint(str(folder), tag=TAG, load_module_strict=True)
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / TAG}")
+    # DeepSpeed brings back the settings of the run that saved, too; those of this run hold.
+    for group, settings in zip(engine.ds.optimizer.param_groups, wanted, strict=True):
+        group.update(settings)
+    if hasattr(engine.ds.optimizer, "clip_grad"):
+        engine.ds.optimizer.clip_grad = engine.ds.gradient_clipping()
     saved = torch.load(_rank_file(folder, engine.mesh.rank), weights_only=False)
     states = saved["random"]
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available():
+    if engine.ds.device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
     return saved["state"]
 
@@ -79,9 +87,9 @@ def full_precision_shard(parameter: nn.Parameter) -> Tensor:
     return master.detach().view(shape)
 
 
-def _random_states() -> dict[str, Any]:
+def _random_states(device: torch.device) -> dict[str, Any]:
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    return states | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

@@ -25,13 +25,29 @@ RUN_ENTRIES = ("run.json", "metrics.jsonl", "train_results.json", "tensorboard")
 class RunFolder:
     """An output folder that this run owns until `release` or, if it is killed, until its processes are gone."""
 
-    def __init__(self, path: Path, *, lock: IO[str] | None) -> None:  # only rank 0 has the lock
+    def __init__(self, path: Path, *, lock: IO[str] | None, old: list[Path]) -> None:
         self.path = path
-        self._lock = lock
+        self._lock = lock  # only rank 0 has it
+        self._old = old
 
     @property
     def checkpoints(self) -> Path:
         return self.path / CHECKPOINTS_NAME
+
+    def discard_old_run(self, *, ranks: Ranks, say: Callable[[str], None]) -> None:
+        """Delete what an overwritten run left. Collective; to be called once the new run is known to start."""
+
+        def discard() -> None:
+            if self._old:
+                say(f"overwriting {self.path}: deleting {', '.join(entry.name for entry in self._old)}")
+            for entry in self._old:
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+
+        on_first(discard, ranks=ranks)
+        self._old = []
 
     def release(self) -> None:
         """Let other runs have the folder."""
@@ -48,13 +64,11 @@ class RunFolder:
         self.release()
 
 
-def claim_run_folder(
-    path: Path, *, ranks: Ranks, resume: str | None, overwrite: bool, say: Callable[[str], None]
-) -> RunFolder:
-    """Create or take over an output folder. Collective; `say` is called on rank 0.
+def claim_run_folder(path: Path, *, ranks: Ranks, resume: str | None, overwrite: bool) -> RunFolder:
+    """Create or take over an output folder. Collective.
 
-    A folder that holds a run is accepted when `resume` continues it ("auto", or a path inside it), and emptied of that
-    run when `overwrite` is set. What a dead run left half written is removed.
+    A folder that holds a run is accepted when `resume` continues it ("auto", or a path inside it), or when `overwrite`
+    is set; `discard_old_run` then deletes that run. What a dead run left half written is removed.
 
     Raises FolderInUseError on every rank when another live run holds the folder or it would be overwritten unasked,
     ValueError when `resume` and `overwrite` contradict each other.
@@ -64,21 +78,20 @@ def claim_run_folder(
         raise ValueError(
             f"overwriting {path} would delete what resume_from_checkpoint={resume} continues; give only one of them"
         )
-    lock: IO[str] | None = None
+    folder = RunFolder(path, lock=None, old=[])
 
     def take() -> None:
-        nonlocal lock
         path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        _make_way(path, continues=continues, overwrite=overwrite, say=say)
+        folder._lock = _lock(path)
+        folder._old = _old_run(path, continues=continues, overwrite=overwrite)
 
     try:
         on_first(take, ranks=ranks)
         check_all_see(path, ranks=ranks)
     except BaseException:
-        RunFolder(path, lock=lock).release()
+        folder.release()
         raise
-    return RunFolder(path, lock=lock)
+    return folder
 
 
 def _lock(path: Path) -> IO[str]:
@@ -102,23 +115,16 @@ def _lock(path: Path) -> IO[str]:
     return lock
 
 
-def _make_way(path: Path, *, continues: bool, overwrite: bool, say: Callable[[str], None]) -> None:
+def _old_run(path: Path, *, continues: bool, overwrite: bool) -> list[Path]:
+    """What has to be deleted before the new run may start."""
     checkpoints = path / CHECKPOINTS_NAME
     tidy(checkpoints)
     taken = [path / name for name in RUN_ENTRIES if (path / name).exists()]
     if checkpoints.is_dir() and any(checkpoints.iterdir()):
         taken.append(checkpoints)
-    if not taken or continues:
-        return
-    names = ", ".join(entry.name for entry in taken)
-    if not overwrite:
+    if taken and not continues and not overwrite:
         raise FolderInUseError(
-            f"{path} already holds a run ({names}); continue it with --resume_from_checkpoint auto, "
-            "discard it with --overwrite_output_dir, or choose another --output_dir"
+            f"{path} already holds a run ({', '.join(entry.name for entry in taken)}); continue it with "
+            "--resume_from_checkpoint auto, discard it with --overwrite_output_dir, or choose another --output_dir"
         )
-    say(f"overwriting {path}: deleting {names}")
-    for entry in taken:
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+    return [] if continues else taken

@@ -1,93 +1,143 @@
 """Reads a config.json, ours or a stock Mixtral, Qwen3-MoE or OLMoE one, as keyword arguments of our model's config.
 
-A setting that our model cannot express is an error, never dropped.
+A setting that our model cannot express is an error, never dropped. Everything else that transformers writes is known
+here by name: it has no bearing on the function, or only one value that changes nothing.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recipe.settings.config_files import load_json_object
+from recipe.settings.model_values import RULES
+
+NATIVE = "gather_moe"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StockType:
-    """How a stock type's keys are named here, and what it does without saying so."""
+    """How a type differs from ours.
+
+    renamed  its names for our settings
+    implied  what it always does and never says
+    absent   what it takes for a setting that its file leaves out, where ours takes something else
+    theta    base of its rotary embedding where the file names none
+    """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    theta: float = 10000.0
 
 
 STOCK_TYPES: Mapping[str, StockType] = {
-    "gather_moe": StockType(renamed={"num_local_experts": "num_experts"}),
+    NATIVE: StockType(renamed={"num_local_experts": "num_experts"}),
     "mixtral": StockType(
         renamed={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"},
         implied={"qk_norm": "none", "norm_topk_prob": True},
+        absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        theta=1e6,
     ),
-    "qwen3_moe": StockType(renamed={"num_local_experts": "num_experts"}, implied={"qk_norm": "head"}),
+    "qwen3_moe": StockType(
+        renamed={"num_local_experts": "num_experts"},
+        implied={"qk_norm": "head"},
+        absent={"num_key_value_heads": 4, "norm_topk_prob": False},
+    ),
     "olmoe": StockType(
         renamed={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"},
         implied={"qk_norm": "full"},
+        absent={"norm_topk_prob": False, "rms_norm_eps": 1e-5},
     ),
 }
 
-# Say nothing about the function the model computes, or are settings of the run here (losses, expert backend).
+# A run sets these by flags of the same names; a file says what an earlier run used.
+LOSS_SETTINGS = ("router_aux_loss_coef", "router_z_loss_coef", "logits_z_loss_coef", "balance_scope")
+
+# Say nothing about the function the model computes, or are the tokenizer's or the run's to say.
 WITHOUT_EFFECT = (
-    "_attn_implementation",
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "balance_scope",
-    "dtype",
-    "experts_backend",
-    "logits_z_loss_coef",
-    "max_window_layers",
-    "model_type",
-    "output_router_logits",
-    "router_aux_loss_coef",
-    "router_z_loss_coef",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
+    *("_attn_implementation", "_commit_hash", "_experts_implementation", "_name_or_path", "architectures"),
+    *("attn_implementation", "auto_map", "dtype", "experts_backend", "experts_implementation", "finetuning_task"),
+    *("id2label", "label2id", "max_window_layers", "model_type", "name_or_path", "num_labels", "output_router_logits"),
+    *("prefix", "task_specific_params", "tf_legacy_loss", "tokenizer_class", "torch_dtype", "torchscript"),
+    *("transformers_version", "use_bfloat16", "use_cache"),
+    *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
 )
 
-# Settings our model has only one value for.
+# Configurations once held the settings of text generation, too; transformers takes them out again when it reads one.
+GENERATION = (
+    *("assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens"),
+    *("diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size"),
+    *("encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
+    *("forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length"),
+    *("no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams"),
+    *("num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty"),
+    *("return_dict_in_generate", "suppress_tokens", "target_lookbehind", "temperature", "top_k", "top_p", "typical_p"),
+)
+
+# Settings our model has only one value for, under any of its spellings.
 ONLY_VALUE: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False, None),
     "attention_bias": (False, None),
-    "hidden_act": ("silu",),
+    "chunk_size_feed_forward": (0, None),
+    "cross_attention_hidden_size": (None,),
+    "is_decoder": (False, None),
+    "is_encoder_decoder": (False, None),
+    "output_attentions": (False, None),
+    "output_hidden_states": (False, None),
+    "partial_rotary_factor": (1, None),
+    "per_layer_config": (None, {}),
+    "pretraining_tp": (1, None),
+    "problem_type": (None,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "return_dict": (True, None),
     "rope_scaling": (None,),
     "router_jitter_noise": (0, None),
+    "tie_encoder_decoder": (False, None),
+    "tie_last_hidden_states": (True, None),
     "use_sliding_window": (False, None),
 }
 
 
-def read_model_file(config_name: str, *, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """The keyword arguments in a JSON file or in a folder's config.json; `allowed` are the keys our config has.
+class ModelFile(NamedTuple):
+    """What a config.json says.
 
-    ValueError lists everything in the file that our model cannot express.
+    kwargs  settings of the model under our names, without those that are null
+    losses  the loss settings it names, which a run sets by its own flags
+    faults  everything in it that our model cannot express
     """
-    path = Path(config_name)
+
+    file: Path
+    kwargs: dict[str, Any]
+    losses: dict[str, Any]
+    faults: list[str]
+
+
+def read_model_file(path: Path) -> ModelFile:
+    """Read a JSON file or a folder's config.json.
+
+    ValueError where it is missing, no JSON object, or of a type that cannot be read.
+    """
     file = path / "config.json" if path.is_dir() else path
     content = load_json_object(str(file))
-    model_type = content.get("model_type", "gather_moe")
-    if model_type not in STOCK_TYPES:
-        raise ValueError(f'{file} holds a "{model_type}"; configurations can be read of {", ".join(STOCK_TYPES)}')
+    model_type = content.get("model_type", NATIVE)
+    if not isinstance(model_type, str) or model_type not in STOCK_TYPES:
+        raise ValueError(f"{file} holds a {model_type!r}; configurations can be read of {', '.join(STOCK_TYPES)}")
     stock = STOCK_TYPES[model_type]
-    kwargs = {stock.renamed.get(key, key): value for key, value in content.items() if key not in WITHOUT_EFFECT}
-    faults = list(_faults(kwargs, allowed=allowed))
-    if faults:
-        raise ValueError(f"{file} cannot be used: " + "; ".join(faults))
-    return {**stock.implied, **{key: value for key, value in kwargs.items() if key in allowed}}
-
-
-def _faults(kwargs: Mapping[str, Any], *, allowed: tuple[str, ...]) -> Iterator[str]:
-    for key, value in kwargs.items():
-        if key in ONLY_VALUE:
-            if value not in ONLY_VALUE[key]:
-                yield f"{key}={value!r} is not available, only {ONLY_VALUE[key][0]!r}"
-        elif key == "sliding_window":
-            if value is not None and kwargs.get("use_sliding_window", True):
-                yield f"sliding_window={value!r} is not available, only null"
-        elif key not in allowed:
-            yield f"{key} is unknown"
+    # A reader of transformers takes a file's head_dim for what it is only where the type's code asks for it.
+    if model_type == "olmoe" and content.get("head_dim") is not None:
+        content.setdefault("_olmoe_head_dim", content.pop("head_dim"))
+    left_out = (*WITHOUT_EFFECT, *GENERATION, *LOSS_SETTINGS, *ONLY_VALUE, "sliding_window")
+    named = {key: value for key, value in content.items() if key not in left_out}
+    faults = [*_value_faults(content), *_name_faults(named, stock=stock)]
+    kwargs = {**stock.absent}
+    kwargs |= {stock.renamed.get(key, key): value for key, value in named.items() if stock.renamed.get(key, key) in RULES}
+    kwargs |= {**stock.implied, "rope_parameters": _rope_parameters(kwargs, theta=stock.theta)}
+    kwargs.pop("rope_theta", None)
+    return ModelFile(
+        file=file,
+        kwargs={key: value for key, value in kwargs.items() if value is not None},
+        losses={key: content[key] for key in LOSS_SETTINGS if content.get(key) is not None},
+        faults=faults,
+    )

@@ -1,0 +1,47 @@
+"""A save in which one rank cannot write ends the same way on every rank, and costs nothing that was saved before."""
+
+import errno
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.training import Flags, train_on_ranks, write_ds_config, write_inputs
+
+
+def train_with_a_full_disk(rank: int, world_size: int, flags: Flags, *, where: str) -> tuple[str, str]:
+    """From the second save on, rank 1 cannot write files whose path holds `where`; the error every rank ends with."""
+    from recipe.checkpoint.errors import CheckpointWriteError
+
+    write, num_writes = torch.save, 0
+
+    def fail_later(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal num_writes
+        if where in str(file):
+            num_writes += 1
+            if num_writes > 1 and rank == 1:
+                raise OSError(errno.ENOSPC, "No space left on device", str(file))
+        write(value, file, *args, **kwargs)
+
+    with patch.object(torch, "save", fail_later):
+        try:
+            train_on_ranks(rank, world_size, flags)
+        except CheckpointWriteError as error:
+            return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("where", ["/ranks/rank-", "optim_states"])
+def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_alike(tmp_path: Path, where: str) -> None:
+    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1}) | {"save_steps": 2}
+    answers = run_ranks(train_with_a_full_disk, 2, flags, where=where)
+    assert answers[0] == answers[1]
+    kind, text = answers[0]
+    assert kind == "CheckpointWriteError"
+    assert "step-4 could not be saved" in text
+    assert "No space left on device" in text
+    assert "The other checkpoints are untouched: step-2" in text
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step-2"]
