@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipe.checkpoint.errors import CheckpointError
-from recipe.launch.start import check_world_size, read_world, start_ranks, stop_ranks
+from recipe.launch.start import check_world_size, local_rank_from, rank_from, read_world, start_ranks, stop_ranks
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.ds_config import WorldInfo, load_ds_config, resolve_config
-from recipe.settings.presets import model_kwargs, sizes_of
+from recipe.settings.model import read_model, sizes_of
 
 if TYPE_CHECKING:
     from recipe.loop import TrainingLoop, TrainResults
@@ -29,12 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from recipe.launch.rendezvous import RendezvousError
     from recipe.launch.shared_memory import SharedMemoryError
 
-    rank = int(os.environ.get("RANK") or 0)
+    rank = rank_from(os.environ)
     say: Say = print_line if rank == 0 else lambda line: None
     try:
         request = read_request(argv)
-    except ValueError as error:  # before the ranks meet, all of them see the same
-        return fail(error, rank=rank, only_first=True)
+    except ValueError as error:  # before the ranks meet, all of a node see the same
+        return fail(error, rank=local_rank_from(os.environ), only_first=True)
     for note in request.settings.notes:
         say(f"settings: {note}")
     with ExitStack() as stack:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             join_ranks(request, say)
             loop = prepare(request, stack, say)
-        except (ValueError, CheckpointError, RendezvousError, SharedMemoryError) as error:
+        except (ValueError, ImportError, CheckpointError, RendezvousError, SharedMemoryError) as error:
             return fail(error, rank=rank)
         try:
             results = loop.train()
@@ -58,20 +58,20 @@ def read_request(argv: Sequence[str] | None) -> "Request":
     arguments = parse_arguments(argv)
     world = read_world(os.environ)
     check_world_size(world, expected=arguments.expect_world_size)
-    model = model_kwargs(
-        arguments.config_name or arguments.model_name_or_path or "", overrides=arguments.config_overrides
-    )
+    model = read_model(arguments)
+
+    from recipe.prepare import Request, request_faults
+
     settings = resolve_config(
         arguments,
         ds_config=load_ds_config(arguments.ds_config),
         ranks=WorldInfo(world_size=world.world_size, local_world_size=world.local_world_size, device=world.device),
-        sizes=sizes_of(model),
-        attention_dropout=model.get("attention_dropout", 0.0),
+        sizes=sizes_of(model.kwargs),
+        attention_dropout=model.kwargs.get("attention_dropout", 0.0),
+        extra_faults=request_faults(arguments, model.kwargs),
+        extra_notes=model.notes,
     )
-
-    from recipe.prepare import Request
-
-    return Request(arguments, settings, model, world)
+    return Request(arguments, settings, model.kwargs, world)
 
 
 def join_ranks(request: "Request", say: Say) -> None:
@@ -144,7 +144,8 @@ def fail(error: Exception, *, rank: int, only_first: bool = False) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         if not only_first:
-            print(f"rank {rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            first_line = (str(error) or type(error).__name__).splitlines()[0]
+            print(f"rank {rank}: {first_line}", file=sys.stderr, flush=True)
         time.sleep(GRACE_S)
     return getattr(error, "exit_code", USER_ERROR)
 

@@ -98,21 +98,6 @@ def _ep_choices(sizes: ModelSizes, tp: int) -> str:
     return f"ep must be one of {allowed} for tp={tp}" if allowed else f"no ep fits tp={tp}, choose another tp"
 
 
-def largest_layout(
-    sizes: ModelSizes, *, world_size: int, max_tp: int, batch: BatchSizes | None = None
-) -> ParallelLayout:
-    """The widest group that fits, at most `max_tp` ranks, with as many whole experts per rank as fit.
-
-    Always finds one: a group of a single rank satisfies every rule that depends on the group.
-    """
-    for tp in sorted(divisors(world_size), reverse=True):
-        experts = allowed_ep(sizes, tp)
-        tokens_fit = batch is None or batch.num_sequences * batch.block_size % tp == 0
-        if tp <= max_tp and tp in allowed_tp(sizes) and experts and tokens_fit:
-            return ParallelLayout(dp=world_size // tp, tp=tp, ep=max(experts))
-    raise AssertionError(f"a group of one rank must fit, got world_size={world_size} max_tp={max_tp}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayoutRequest:
     """Everything the rules look at, so that one call can list every rule that is broken."""
@@ -121,7 +106,6 @@ class LayoutRequest:
     layout: ParallelLayout
     world_size: int
     batch: BatchSizes | None = None
-    strategy: str = "gather_tokens"
     row_alignment: int = field(default=1)  # elements; 8 for bf16 and 4 for fp32 in torch's grouped product
 
 
@@ -132,6 +116,25 @@ def layout_faults(request: LayoutRequest) -> list[str]:
         return list(_count_faults(layout))
     faults = [*_world_faults(request), *_attention_faults(request), *_expert_faults(request)]
     return [*faults, *_batch_faults(request), *_alignment_faults(request)]
+
+
+def fitting_layouts(
+    sizes: ModelSizes, *, world_size: int, max_tp: int, ep: int | None = None, row_alignment: int = 1
+) -> Iterator[ParallelLayout]:
+    """Every layout of `world_size` ranks that breaks no rule of the model, the widest group (at most `max_tp`) first.
+
+    One for each group size: with `ep` shares of experts, or with as many whole experts per rank as fit. A batch adds
+    rules of its own, so it is the caller's to skip what does not suit it.
+    """
+    for tp in reversed(divisors(world_size)):
+        shares = [share for share in allowed_ep(sizes, tp) if ep in (None, share)]
+        if tp > max_tp or not shares:
+            continue
+        layout = ParallelLayout(dp=world_size // tp, tp=tp, ep=max(shares))
+        if not layout_faults(
+            LayoutRequest(sizes=sizes, layout=layout, world_size=world_size, row_alignment=row_alignment)
+        ):
+            yield layout
 
 
 def check_layout(request: LayoutRequest) -> None:
@@ -185,12 +188,12 @@ def _attention_faults(request: LayoutRequest) -> Iterator[str]:
 
 def _expert_faults(request: LayoutRequest) -> Iterator[str]:
     sizes, layout = request.sizes, request.layout
-    if not sizes.num_moe_layers:
-        return
-    if not 1 <= sizes.num_experts_per_tok <= sizes.num_experts:
+    if sizes.num_experts and not 1 <= sizes.num_experts_per_tok <= sizes.num_experts:
         yield (
             f"num_experts_per_tok={sizes.num_experts_per_tok} must lie between 1 and num_experts={sizes.num_experts}"
         )
+    if not sizes.num_moe_layers:
+        return
     if layout.tp % layout.ep:
         yield f"ep={layout.ep} does not divide tp={layout.tp}; {_ep_choices(sizes, layout.tp)}"
     if sizes.num_experts % layout.ep:

@@ -17,7 +17,7 @@ from modeling.mesh import ParallelMesh
 from recipe.checkpoint.hf_config import choose_type
 from recipe.checkpoint.hf_load import load_weights
 from recipe.checkpoint.run_folder import RunFolder
-from recipe.data.options import DataOptions, check_options
+from recipe.data.options import DataOptions, option_faults
 from recipe.data.prepare import PreparedData, prepare_data
 from recipe.engine import AdamOptions, Engine, build_optimizer
 from recipe.launch.start import World
@@ -129,16 +129,16 @@ def _own_tokenizer(model_folder: str | None) -> str | None:
 
 
 def request_faults(arguments: Arguments, model: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the data options, the model's configuration and the export, to be listed with all else."""
+    """What is wrong with the data options, the tokenizer and the export, to be listed with all else."""
     faults = []
-    for check in (
-        lambda: check_options(data_options(arguments)),
-        lambda: choose_type(GatherMoeConfig(**_rope(model)), hf_format=arguments.hf_format),
-    ):
-        try:
-            check()
-        except (ValueError, StrictDataclassError) as error:
-            faults.append(str(error))
+    try:
+        faults += option_faults(data_options(arguments))
+    except ValueError as error:
+        faults.append(str(error))
+    try:
+        choose_type(GatherMoeConfig(**model), hf_format=arguments.hf_format)
+    except (ValueError, StrictDataclassError) as error:
+        faults.append(str(error))
     return faults
 
 
@@ -151,7 +151,7 @@ def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
             f"use --config_overrides vocab_size={vocab_size} for a fresh model, or the tokenizer the model was "
             "trained with"
         )
-    of_this_run = {
+    of_this_run: dict[str, Any] = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -159,18 +159,9 @@ def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
         "router_z_loss_coef": arguments.router_z_loss_coef,
         "logits_z_loss_coef": arguments.logits_z_loss_coef,
         "balance_scope": arguments.balance_scope,
-        "experts_backend": request.settings.parallel.expert_backend,
+        "experts_backend": request.settings.parallel.experts_backend,
         "use_cache": False,
     }
-    config = GatherMoeConfig(**{**_rope(request.model), **of_this_run})
+    config = GatherMoeConfig(**request.model, **of_this_run)
     config._attn_implementation = arguments.attn_implementation
     return config
-
-
-def _rope(model: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta`, the name of older configurations, as the rope parameters of newer ones."""
-    values = dict(model)
-    theta = values.pop("rope_theta", None)
-    if theta is not None and values.get("rope_parameters") is None:
-        values["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
-    return values

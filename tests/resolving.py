@@ -1,5 +1,6 @@
 """Resolves a DeepSpeed configuration and flags for the smallest model, as several test files need it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,13 +31,16 @@ def resolve(
     world: WorldInfo | int = 4,
     sizes: ModelSizes = TINY,
     dropout: float = 0.0,
+    **extra: Sequence[str],
 ) -> ResolvedConfig:
-    """TINY on four ranks of one node, with blocks of 16, unless told otherwise."""
+    """TINY on four ranks of one node, with blocks of 16, unless told otherwise; `extra_faults` and `extra_notes`."""
     block_size = [] if any(flag.startswith("--block_size") for flag in flags) else ["--block_size=16"]
     words = ["--config_name=demo", "--output_dir=run", *block_size, *flags]
     ranks = WorldInfo(world_size=world, local_world_size=world) if isinstance(world, int) else world
     arguments = parse_arguments(words)
-    return resolve_config(arguments, ds_config=ds_config or {}, ranks=ranks, sizes=sizes, attention_dropout=dropout)
+    return resolve_config(
+        arguments, ds_config=ds_config or {}, ranks=ranks, sizes=sizes, attention_dropout=dropout, **extra
+    )
 
 
 def faults_of(ds_config: dict[str, Any] | None = None, *flags: str, **world: Any) -> str:

@@ -124,9 +124,9 @@ def test_every_fault_is_in_one_message() -> None:
         (["--ds_config"], "--ds_config needs a value"),
         (["--ds_config", "none.json"], r"none\.json does not exist \(looked from"),
         (["--model_name_or_path", "x"], "--model_name_or_path x and --config_name demo both name a model"),
-        (["--dataset_name", "x", "--train_file", "y.txt"], "--dataset_name x and --train_file y.txt both name data"),
-        (["--dataset_config_name", "x"], "--dataset_config_name x needs --dataset_name"),
-        (["--streaming"], "--streaming needs --dataset_name"),
+        (["--report_to", "none", "tensorboard"], "--report_to none tensorboard names none together with others"),
+        (["--report_to", "none tensorboard"], "'none tensorboard' is not one of none, tensorboard"),
+        (["--run_name", "x"], "--run_name on the command line is not available: a run is known by its --output_dir"),
         (["--max_steps", "0"], "--max_steps 0 trains nothing"),
         (["--num_train_epochs", "0"], r"--num_train_epochs 0\.0 trains nothing"),
         (["--overwrite_output_dir", "--resume_from_checkpoint", "auto"], "--overwrite_output_dir deletes what"),
@@ -144,7 +144,7 @@ def test_faults_say_what_is_wrong(words: list[str], fault: str) -> None:
         ("[1]", "holds a list; it must hold one JSON object"),
         ("{", "is not valid JSON"),
         ('{"seed": true}', "True is not a whole number"),
-        ('{"run_name": 5}', "5 is not a text; put it in quotes"),
+        ('{"text_column_name": 5}', "5 is not a text; put it in quotes"),
         ('{"report_to": [1]}', r"\[1\] is not a list of texts"),
         ('{"config_overrides": 3}', "3 is neither key=value,key=value nor a JSON object"),
         ('{"learning_rate": [1]}', r"\[1\] is not a number"),
@@ -193,6 +193,11 @@ def test_flags_that_exist_in_transformers_are_spelled_as_there() -> None:
     shared = {"learning_rate", "warmup_steps", "max_grad_norm", "save_total_limit", "bf16", "adam_beta2", "eval_steps"}
     assert shared <= theirs & set(flag_specs())
     assert not ours_alone & theirs
+
+
+def test_clashes_of_data_flags_are_left_to_the_data_options() -> None:
+    got = _parse("--dataset_name", "x", "--train_file", "y.txt", "--streaming", "--report_to", "none")
+    assert (got.dataset_name, got.train_file, got.streaming, got.report_to) == ("x", "y.txt", True, ("none",))
 
 
 def test_help_lists_every_flag_by_group_without_loading_torch() -> None:

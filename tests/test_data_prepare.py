@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.data.options import DataOptions, check_options
+from recipe.data.options import DataOptions, check_options, option_faults
 from recipe.data.prepare import prepare_data
 from recipe.ranks import Ranks, TorchRanks
 from tests.data_samples import all_tokens, prepare, save_words, write_rows
@@ -212,6 +212,7 @@ def test_options_that_do_not_hold_are_listed_together() -> None:
         "dataset_name='name' clashes with train_file='a.txt' validation_file=None",
     ):
         assert fault in str(error.value)
+        assert sum(fault in line for line in option_faults(options)) == 1
     options = DataOptions(block_size=8, validation_file="b.txt", dataset_config_name="c", streaming=True)
     with pytest.raises(ValueError, match="the data options do not hold") as error:
         check_options(options)
@@ -221,6 +222,11 @@ def test_options_that_do_not_hold_are_listed_together() -> None:
         "streaming=True needs a dataset_name",
     ):
         assert fault in str(error.value)
+
+
+def test_options_that_hold_have_no_faults() -> None:
+    assert option_faults(DataOptions(block_size=8)) == []
+    check_options(DataOptions(block_size=8, train_file="a.txt", validation_file="b.txt"))
 
 
 def test_too_little_text_for_a_block_is_an_error(tmp_path: Path) -> None:

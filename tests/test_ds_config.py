@@ -10,7 +10,7 @@ import pytest
 
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.ds_config import WorldInfo, load_ds_config, resolve_config
-from recipe.settings.presets import model_kwargs, sizes_of
+from recipe.settings.model import read_model, sizes_of
 from recipe.settings.schedule import learning_rate_at
 from tests.resolving import faults_of, resolve
 
@@ -191,6 +191,18 @@ def test_r_cfg_07_equal_values_are_accepted_and_the_file_overrides_defaults() ->
     assert resolve({"bf16": {"enabled": True}}).precision == "bf16"
 
 
+def test_faults_and_notes_found_elsewhere_join_the_others() -> None:
+    elsewhere = {"extra_faults": ["streaming=True needs a dataset_name"], "extra_notes": ["the loss is ours"]}
+    text = faults_of({"gradient_cliping": 1}, "--warmup_steps=3.5", **elsewhere)
+    lines = text.splitlines()[1:]
+    assert len(lines) == 3
+    for fault in ("unknown key", "warmup_steps=3.5 is neither", "  - streaming=True needs a dataset_name"):
+        assert sum(fault in line for line in lines) == 1
+    assert "streaming=True" in faults_of({"bf16": True}, **elsewhere)  # nothing but shapes is looked at there
+    assert "streaming=True" in faults_of(None, extra_faults=elsewhere["extra_faults"])
+    assert resolve(None, extra_notes=["the loss is ours"]).notes[0] == "the loss is ours"
+
+
 def test_r_cfg_07_bf16_and_fp16_both_on_is_refused() -> None:
     text = faults_of({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
     assert 'bf16 and fp16 are both on; "fp16.enabled": True in the DeepSpeed configuration cannot be used' in text
@@ -272,7 +284,7 @@ def test_the_files_users_start_from_resolve_and_deepspeed_takes_them(path: Path)
             arguments,
             ds_config=load_ds_config(arguments.ds_config),
             ranks=WorldInfo(world_size=world_size, local_world_size=world_size),
-            sizes=sizes_of(model_kwargs(arguments.config_name)),
+            sizes=sizes_of(read_model(arguments).kwargs),
         )
         assert (got.layout.tp, got.layout.dp) == (world_size, 1)
         assert got.engine["train_batch_size"] == got.sequences_per_step

@@ -117,6 +117,13 @@ def test_values_the_trainer_relies_on_cannot_be_changed(path: str, allowed: tupl
         assert list(refused_keys(config_with(value))) == []
 
 
+def test_a_checkpoint_writer_is_refused_even_if_it_is_empty() -> None:
+    for writer in ({}, {"type": "fast", "decoupled": True}):
+        (fault,) = refused_keys({"checkpoint": {"writer": writer}})
+        assert '"checkpoint.writer": ' in fault
+        assert "it must be left out, since checkpoints are committed by our own protocol" in fault
+
+
 def test_torch_autocast_is_refused_unless_off() -> None:
     assert 'use "bf16"' in "".join(refused_keys({"torch_autocast": {"enabled": True}}))
     assert list(refused_keys({"torch_autocast": {"enabled": False}})) == []

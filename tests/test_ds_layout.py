@@ -108,8 +108,36 @@ def test_auto_takes_the_widest_group_of_one_node_that_fits() -> None:
     assert str(resolve(None, world=1).layout) == "dp=1 tp=1 ep=1 etp=1"
     assert str(resolve(None, world=3).layout) == "dp=3 tp=1 ep=1 etp=1"
     narrow = replace(TINY, moe_intermediate_size=16)  # 4 slices of 4 are too thin for bf16's grouped product
-    sliced = {"parallel": {"ep": 1, "expert_backend": "grouped"}}
+    sliced = {"parallel": {"ep": 1, "experts_backend": "grouped"}}
     assert str(resolve(sliced, "--bf16", sizes=narrow).layout) == "dp=2 tp=2 ep=1 etp=2"
+
+
+def test_auto_leaves_batch_sizes_and_evaluation_whole() -> None:
+    total = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    assert str(resolve(total).layout) == "dp=2 tp=2 ep=2 etp=1"
+    flags = ["--block_size=15", "--per_device_train_batch_size=4", "--per_device_eval_batch_size=2"]
+    assert str(resolve(None, *flags).layout) == "dp=2 tp=2 ep=2 etp=1"
+
+
+def test_r_cfg_06_tokens_of_evaluation_must_be_shared_evenly_too() -> None:
+    flags = ["--block_size=14", "--per_device_train_batch_size=2", "--per_device_eval_batch_size=1"]
+    text = faults_of({"parallel": {"tp": 4}}, *flags)
+    assert (
+        "per_device_eval_batch_size=1 x block_size=14 tokens cannot be shared by tp=4 ranks; use a multiple of 2"
+        in text
+    )
+    assert 'the largest layout that fits is dp=2 tp=2 ep=2 etp=1: "parallel": {"tp": 2, "ep": 2}' in text
+    assert resolve({"parallel": {"tp": 4}}, *flags[:2]).layout.tp == 4
+
+
+def test_the_layout_offered_instead_has_the_batch_that_was_asked_for() -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": 2}
+    text = faults_of({**sizes, "parallel": {"tp": 3}})
+    assert 'the largest layout that fits is dp=2 tp=2 ep=2 etp=1: "parallel": {"tp": 2, "ep": 2}' in text
+    narrow = replace(TINY, hidden_size=34)
+    text = faults_of({"parallel": {"tp": 4, "experts_backend": "grouped"}}, sizes=narrow)
+    assert "hidden_size=34 must be a multiple of 4" in text
+    assert "the largest layout that fits" not in text  # no layout mends it
 
 
 def test_the_default_zero_stage_avoids_reductions_between_nodes_per_micro_batch() -> None:
@@ -122,10 +150,10 @@ def test_the_default_zero_stage_avoids_reductions_between_nodes_per_micro_batch(
 def test_parallel_options_name_what_auto_became() -> None:
     got = resolve({"parallel": {"ep": 1}})
     assert (got.parallel.cuda_graph, got.parallel.overlap) == (False, False)
-    assert got.parallel.expert_backend == "loop"
+    assert got.parallel.experts_backend == "loop"
     assert '"parallel.cuda_graph": "auto" became false: steps run eagerly in this version' in got.notes
     gpu = WorldInfo(world_size=4, local_world_size=4, device="cuda")
-    assert resolve(None, world=gpu).parallel.expert_backend == "grouped"
+    assert resolve(None, world=gpu).parallel.experts_backend == "grouped"
 
 
 @pytest.mark.parametrize(
@@ -135,8 +163,8 @@ def test_parallel_options_name_what_auto_became() -> None:
         ({"overlap": True}, '"parallel.overlap": True is not available in this version; use "auto" or false'),
         ({"strategy": "all_to_all"}, '"parallel.strategy": "all_to_all" is not available in this version'),
         ({"strategy": "magic"}, "\"parallel.strategy\": 'magic' is unknown"),
-        ({"expert_backend": "fast"}, "\"parallel.expert_backend\": 'fast' is not one of auto, loop, grouped"),
-        ({"expert_backend": "grouped", "tp": 4, "ep": 1}, "moe_intermediate_size / etp=2 must be a multiple of 4"),
+        ({"experts_backend": "fast"}, "\"parallel.experts_backend\": 'fast' is not one of auto, loop, grouped"),
+        ({"experts_backend": "grouped", "tp": 4, "ep": 1}, "moe_intermediate_size / etp=2 must be a multiple of 4"),
         (["tp"], "\"parallel\" must be an object of keys and values, got ['tp']"),
     ],
 )

@@ -18,7 +18,15 @@ import torch.distributed as dist
 
 import recipe.launch.start
 from recipe.launch.rendezvous import RendezvousError
-from recipe.launch.start import World, check_world_size, read_world, start_ranks, stop_ranks
+from recipe.launch.start import (
+    World,
+    check_world_size,
+    local_rank_from,
+    rank_from,
+    read_world,
+    start_ranks,
+    stop_ranks,
+)
 from tests.ranks import PRELOAD
 
 CPU = {"DS_ACCELERATOR": "cpu"}
@@ -77,6 +85,12 @@ def test_r_launch_04_a_missing_variable_is_named(missing: str) -> None:
 def test_r_launch_04_an_odd_variable_is_named(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_world(DEEPSPEED | changes)
+
+
+def test_r_launch_04_who_prints_is_known_even_from_odd_variables() -> None:
+    assert (rank_from(DEEPSPEED), local_rank_from(DEEPSPEED)) == (3, 1)
+    for odd in ({}, {"RANK": "", "LOCAL_RANK": ""}, {"RANK": "x", "LOCAL_RANK": "-1"}, {"RANK": "1.5"}):
+        assert (rank_from(odd), local_rank_from(odd)) == (0, 0)
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])

@@ -14,8 +14,8 @@ from modeling.layout import (
     allowed_tp,
     check_layout,
     divisors,
+    fitting_layouts,
     kv_heads_fit,
-    largest_layout,
     layout_faults,
 )
 
@@ -208,28 +208,39 @@ def test_allowed_sizes_are_exactly_those_without_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world_size", "max_tp", "batch", "expected"),
+    ("sizes", "world_size", "asked", "expected"),
     [
-        (TINY, 8, 8, None, "dp=2 tp=4 ep=4 etp=1"),
-        (TINY, 8, 2, None, "dp=4 tp=2 ep=2 etp=1"),
-        (TINY, 6, 6, None, "dp=3 tp=2 ep=2 etp=1"),
-        (TINY, 7, 7, None, "dp=7 tp=1 ep=1 etp=1"),
-        (TINY, 4, 4, BatchSizes(num_sequences=2, block_size=15), "dp=2 tp=2 ep=2 etp=1"),
-        (replace(TINY, num_experts=6), 4, 4, None, "dp=1 tp=4 ep=2 etp=2"),
-        (replace(TINY, num_experts=3, moe_intermediate_size=6), 4, 4, None, "dp=2 tp=2 ep=1 etp=2"),
-        (NO_EXPERTS, 4, 4, None, "dp=1 tp=4 ep=4 etp=1"),
+        (TINY, 8, {}, ["dp=2 tp=4 ep=4 etp=1", "dp=4 tp=2 ep=2 etp=1", "dp=8 tp=1 ep=1 etp=1"]),
+        (TINY, 8, {"max_tp": 2}, ["dp=4 tp=2 ep=2 etp=1", "dp=8 tp=1 ep=1 etp=1"]),
+        (TINY, 6, {}, ["dp=3 tp=2 ep=2 etp=1", "dp=6 tp=1 ep=1 etp=1"]),
+        (TINY, 7, {}, ["dp=7 tp=1 ep=1 etp=1"]),
+        (TINY, 4, {"ep": 1}, ["dp=1 tp=4 ep=1 etp=4", "dp=2 tp=2 ep=1 etp=2", "dp=4 tp=1 ep=1 etp=1"]),
+        (TINY, 4, {"ep": 4}, ["dp=1 tp=4 ep=4 etp=1"]),
+        (TINY, 4, {"ep": 3}, []),
+        (TINY, 4, {"ep": 1, "row_alignment": 16}, ["dp=2 tp=2 ep=1 etp=2", "dp=4 tp=1 ep=1 etp=1"]),
+        (TINY, 4, {"row_alignment": 64}, []),
+        (replace(TINY, num_experts=6), 4, {"max_tp": 4}, ["dp=1 tp=4 ep=2 etp=2", "dp=2 tp=2 ep=2 etp=1"]),
+        (replace(TINY, num_experts=3, moe_intermediate_size=6), 4, {}, ["dp=2 tp=2 ep=1 etp=2"]),
+        (NO_EXPERTS, 4, {}, ["dp=1 tp=4 ep=4 etp=1"]),
     ],
 )
-def test_the_largest_layout_fits_and_is_the_widest(
-    sizes: ModelSizes, world_size: int, max_tp: int, batch: BatchSizes | None, expected: str
+def test_fitting_layouts_come_widest_first(
+    sizes: ModelSizes, world_size: int, asked: dict[str, Any], expected: list[str]
 ) -> None:
-    layout = largest_layout(sizes, world_size=world_size, max_tp=max_tp, batch=batch)
-    assert str(layout) == expected
-    assert layout_faults(request(layout, sizes=sizes, batch=batch)) == []
+    layouts = list(fitting_layouts(sizes, world_size=world_size, **{"max_tp": world_size, **asked}))
+    assert [str(layout) for layout in layouts][: len(expected) or 1] == expected
+    for layout in layouts:
+        assert layout_faults(request(layout, sizes=sizes, row_alignment=asked.get("row_alignment", 1))) == []
 
 
 def test_no_world_is_too_odd_for_a_layout() -> None:
     for world_size in range(1, 40):
-        layout = largest_layout(TINY, world_size=world_size, max_tp=world_size)
-        assert layout.world_size == world_size
-        assert layout_faults(request(layout)) == []
+        layouts = list(fitting_layouts(TINY, world_size=world_size, max_tp=world_size))
+        assert {layout.world_size for layout in layouts} == {world_size}
+
+
+def test_more_active_experts_than_experts_are_a_fault_even_where_no_layer_has_any() -> None:
+    sizes = replace(NO_EXPERTS, num_experts=4, num_experts_per_tok=5)
+    assert layout_faults(request(ParallelLayout(), sizes=sizes)) == [
+        "num_experts_per_tok=5 must lie between 1 and num_experts=4"
+    ]

@@ -32,9 +32,14 @@ class DataOptions:
     overwrite_cache: bool = False
 
 
+def option_faults(options: DataOptions) -> list[str]:
+    """Every choice that cannot hold, in words; nothing is read from disk."""
+    return [*_count_faults(options), *_source_faults(options)]
+
+
 def check_options(options: DataOptions) -> None:
     """Raise one ValueError that lists every choice that cannot hold."""
-    faults = [*_count_faults(options), *_source_faults(options)]
+    faults = option_faults(options)
     if faults:
         raise ValueError("the data options do not hold:\n" + "\n".join(f"  - {fault}" for fault in faults))
 

@@ -60,6 +60,16 @@ def read_world(environ: Mapping[str, str]) -> World:
     return world
 
 
+def rank_from(environ: Mapping[str, str]) -> int:
+    """This process's rank, and 0 where RANK is missing or no number: good for who prints, also that it is none."""
+    return _number_or_zero(environ.get("RANK"))
+
+
+def local_rank_from(environ: Mapping[str, str]) -> int:
+    """The same for its rank among those of its node."""
+    return _number_or_zero(environ.get("LOCAL_RANK"))
+
+
 def check_world_size(world: World, *, expected: int | None) -> None:
     """Stop a run that got fewer or more ranks than its user asked for with --expect_world_size."""
     if expected is None or expected == world.world_size:
@@ -123,6 +133,10 @@ def stop_ranks(world: World) -> None:
         dist.destroy_process_group()
     if _meets_by_file(world):
         leave_file_store(private_folder(Path(tempfile.gettempdir())))
+
+
+def _number_or_zero(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
 
 
 def _choose_device(environ: Mapping[str, str]) -> str:

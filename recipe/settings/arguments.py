@@ -28,6 +28,7 @@ REFUSED_FLAGS = {
     "logging_strategy": "use --logging_steps N",
     "warmup_ratio": "give --warmup_steps a value below 1, which means a share of the run",
     "optim": "the optimizer is AdamW",
+    "run_name": "a run is known by its --output_dir",
     "trust_remote_code": "code from a checkpoint is never run here",
     "torch_dtype": "use --bf16, or leave it out for float32",
 }
@@ -190,7 +191,7 @@ def _typed(collected: _Collected) -> Arguments:
 
 
 def _combination_faults(arguments: Arguments) -> Iterator[str]:
-    """Flags that are fine alone but not together."""
+    """Flags that are fine alone but not together; those of the data are checked where they are read."""
     a = arguments
     if a.model_name_or_path is None and a.config_name is None:
         yield "no model is named; give --config_name (a preset such as demo, or a config.json) or --model_name_or_path"
@@ -201,16 +202,12 @@ def _combination_faults(arguments: Arguments) -> Iterator[str]:
         )
     if a.output_dir is None:
         yield "no --output_dir is given; name the folder for logs and checkpoints"
-    if a.dataset_name is not None and a.train_file is not None:
-        yield f"--dataset_name {a.dataset_name} and --train_file {a.train_file} both name data; keep one"
-    if a.dataset_name is None and a.dataset_config_name is not None:
-        yield f"--dataset_config_name {a.dataset_config_name} needs --dataset_name"
-    if a.dataset_name is None and a.streaming:
-        yield "--streaming needs --dataset_name; files are read piece by piece anyway"
     if a.max_steps == 0:
         yield "--max_steps 0 trains nothing; give at least 1, or -1 to go by --num_train_epochs"
     if a.max_steps < 0 and a.num_train_epochs <= 0:
         yield f"--num_train_epochs {a.num_train_epochs} trains nothing; give more than 0, or --max_steps"
+    if "none" in a.report_to and len(set(a.report_to)) > 1:
+        yield f"--report_to {' '.join(a.report_to)} names none together with others; keep one"
     if a.overwrite_output_dir and a.resume_from_checkpoint is not None:
         yield "--overwrite_output_dir deletes what --resume_from_checkpoint would read; keep one"
 

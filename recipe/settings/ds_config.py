@@ -4,7 +4,7 @@ Nothing is left to be guessed later: no "auto" reaches DeepSpeed, and no key tha
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,15 +77,19 @@ def resolve_config(
     ranks: WorldInfo,
     sizes: ModelSizes,
     attention_dropout: float = 0.0,
+    extra_faults: Sequence[str] = (),
+    extra_notes: Sequence[str] = (),
 ) -> ResolvedConfig:
     """The one configuration that `arguments` and `ds_config` agree on for these ranks and this model.
 
-    ValueError lists every unknown key, refused setting, conflict and broken rule at once. `ds_config` stays as it is.
+    ValueError lists every unknown key, refused setting, conflict and broken rule at once, together with the
+    `extra_faults` that the caller found elsewhere. `extra_notes` come first in the notes. `ds_config` stays as it is.
     """
     broken = list(shape_faults(ds_config))
     if broken:  # nothing inside such a block can be read
-        raise _error(broken, file=arguments.ds_config)
+        raise _error([*broken, *extra_faults], file=arguments.ds_config)
     sources = Sources(arguments, ds_config=ds_config)
+    sources.notes += extra_notes
     _check_keys(sources)
     precision = settle_precision(sources)
     layout, batch, parallel = settle_layout(sources, ranks=ranks, sizes=sizes, row_alignment=ROW_ALIGNMENT[precision])
@@ -108,6 +112,7 @@ def resolve_config(
         f'"{path}" is "auto", which only Hugging Face\'s Trainer could fill in; give a value or leave it out'
         for path in auto_paths(engine)
     ]
+    sources.faults += extra_faults
     if sources.faults:
         raise _error(sources.faults, file=arguments.ds_config)
     return ResolvedConfig(

@@ -10,7 +10,7 @@ from typing import Any
 
 OUR_BLOCKS = ("parallel", "arguments")
 
-PARALLEL_KEYS = ("tp", "ep", "strategy", "cuda_graph", "overlap", "expert_backend")
+PARALLEL_KEYS = ("tp", "ep", "strategy", "cuda_graph", "overlap", "experts_backend")
 
 # Passed on to DeepSpeed, some of them checked or filled in on the way.
 PASSED_KEYS = (
@@ -195,6 +195,7 @@ FIXED_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("bf16.bf16_optimizer_states", (False,), "small updates vanish in bfloat16 optimizer states"),
     ("checkpoint.load_universal", (False,), "checkpoints are loaded by our own code"),
     ("checkpoint.use_node_local_storage", (False,), "the commit protocol needs one folder that all ranks see"),
+    ("checkpoint.writer", (), "checkpoints are committed by our own protocol, when all of their files are written"),
     ("optimizer.params.adam_w_mode", (True,), "the weight decay is decoupled"),
     ("zero_optimization.cpu_offload", (False,), _OFFLOAD),
     ("zero_optimization.cpu_offload_param", (False,), _OFFLOAD),

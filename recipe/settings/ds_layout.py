@@ -4,8 +4,9 @@ DeepSpeed's "world" is dp: the tp ranks of a group share one micro-batch, so
 train_batch_size = micro x accumulation x dp.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 from modeling.layout import (
@@ -14,8 +15,7 @@ from modeling.layout import (
     ModelSizes,
     ParallelLayout,
     allowed_ep,
-    divisors,
-    largest_layout,
+    fitting_layouts,
     layout_faults,
 )
 from recipe.settings.ds_keys import look_up
@@ -28,7 +28,7 @@ TOTAL_KEY = "train_batch_size"
 
 STRATEGIES = ("gather_tokens",)
 PLANNED_STRATEGIES = ("all_to_all", "gather_weights", "auto")
-EXPERT_BACKENDS = ("loop", "grouped")
+EXPERTS_BACKENDS = ("loop", "grouped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class ParallelOptions:
     strategy: str
     cuda_graph: bool
     overlap: bool
-    expert_backend: str
+    experts_backend: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,7 @@ class BatchWish:
     accumulation: int | None
     total: int | None
     default_micro: int
+    evaluated: int | None  # sequences a group evaluates at once; None where they are those of training
 
 
 class Batch(NamedTuple):
@@ -68,6 +69,49 @@ class Batch(NamedTuple):
     micro: int
     accumulation: int
     total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """What a layout has to fit: the model, the ranks, and the batches of training and evaluation."""
+
+    sizes: ModelSizes
+    ranks: WorldInfo
+    wish: BatchWish
+    block_size: int
+    row_alignment: int
+
+    def faults_of(self, layout: ParallelLayout) -> list[str]:
+        """Every rule that `layout` breaks, with the batch that it would get."""
+        batch = BatchSizes(num_sequences=solve_batch(self.wish, dp=layout.dp).micro, block_size=self.block_size)
+        request = LayoutRequest(
+            sizes=self.sizes,
+            layout=layout,
+            world_size=self.ranks.world_size,
+            batch=batch,
+            row_alignment=self.row_alignment,
+        )
+        faults, evaluated = layout_faults(request), self.wish.evaluated
+        if layout.tp >= 1 and evaluated is not None and evaluated * self.block_size % layout.tp:
+            faults.append(
+                f"per_device_eval_batch_size={evaluated} x block_size={self.block_size} tokens cannot be shared by "
+                f"tp={layout.tp} ranks; use a multiple of {layout.tp // gcd(layout.tp, self.block_size)}"
+            )
+        return faults
+
+    def widest(self, *, ep: int | None = None) -> ParallelLayout | None:
+        """The largest group, at most a node's ranks, that breaks no rule and leaves the batch sizes whole."""
+        candidates = fitting_layouts(
+            self.sizes,
+            world_size=self.ranks.world_size,
+            max_tp=self.ranks.local_world_size,
+            ep=ep,
+            row_alignment=self.row_alignment,
+        )
+        for layout in candidates:
+            if not self.faults_of(layout) and not list(batch_faults(self.wish, layout=layout)):
+                return layout
+        return None
 
 
 class Settled(NamedTuple):
@@ -83,20 +127,18 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, row_
     """
     block = look_up(sources.ds_config, "parallel")
     block = block if isinstance(block, Mapping) else {}
-    backend = _expert_backend(sources, block=block, device=ranks.device)
-    wish = _batch_wish(sources)
-    alignment = row_alignment if backend == "grouped" else 1
-    layout = _choose_layout(sources, block=block, ranks=ranks, sizes=sizes, wish=wish, row_alignment=alignment)
-    batch = solve_batch(wish, dp=layout.dp)
-    sources.faults += batch_faults(wish, layout=layout)
-    request = LayoutRequest(
+    backend = _experts_backend(sources, block=block, device=ranks.device)
+    search = _Search(
         sizes=sizes,
-        layout=layout,
-        world_size=ranks.world_size,
-        batch=BatchSizes(num_sequences=batch.micro, block_size=sources.arguments.block_size),
-        row_alignment=alignment,
+        ranks=ranks,
+        wish=_batch_wish(sources),
+        block_size=sources.arguments.block_size,
+        row_alignment=row_alignment if backend == "grouped" else 1,
     )
-    sources.faults += _with_largest_fit(layout_faults(request), request=request, ranks=ranks)
+    layout = _choose_layout(sources, block=block, search=search)
+    batch = solve_batch(search.wish, dp=layout.dp)
+    sources.faults += batch_faults(search.wish, layout=layout)
+    sources.faults += _with_widest_fit(search.faults_of(layout), search=search)
     sources.notes.append(
         f"{TOTAL_KEY} {batch.total} = micro {batch.micro} x accum {batch.accumulation} x dp {layout.dp}"
     )
@@ -155,50 +197,26 @@ def _batch_wish(sources: Sources) -> BatchWish:
         accumulation=accumulation.value if accumulation.place else None,
         total=None if total == "auto" else total,
         default_micro=sources.arguments.per_device_train_batch_size,
+        evaluated=sources.arguments.per_device_eval_batch_size,
     )
 
 
-def _choose_layout(
-    sources: Sources,
-    *,
-    block: Mapping[str, Any],
-    ranks: WorldInfo,
-    sizes: ModelSizes,
-    wish: BatchWish,
-    row_alignment: int,
-) -> ParallelLayout:
-    """The layout asked for; for each "auto", the largest group and then the most whole experts per rank that fit."""
+def _choose_layout(sources: Sources, *, block: Mapping[str, Any], search: _Search) -> ParallelLayout:
+    """The layout asked for; for each "auto", the widest group and then the most whole experts per rank that fit."""
+    world_size = search.ranks.world_size
     tp, ep = (_size(sources, block=block, key=key) for key in ("tp", "ep"))
     if tp is not None:
-        shares = allowed_ep(sizes, tp) if tp >= 1 else []
+        shares = allowed_ep(search.sizes, tp) if tp >= 1 else []
         layout = ParallelLayout(
-            dp=max(1, ranks.world_size // max(1, tp)), tp=tp, ep=ep if ep is not None else max(shares, default=1)
+            dp=max(1, world_size // max(1, tp)), tp=tp, ep=ep if ep is not None else max(shares, default=1)
         )
     else:
-        block_size = sources.arguments.block_size
-        layout = _widest(ep, ranks=ranks, sizes=sizes, wish=wish, block_size=block_size, row_alignment=row_alignment)
-        sources.notes.append(f'"parallel.tp": "auto" became {layout.tp} (world {ranks.world_size})')
+        # Where nothing fits, the rules that a single rank breaks are those to report.
+        layout = search.widest(ep=ep) or ParallelLayout(dp=world_size, tp=1, ep=1 if ep is None else ep)
+        sources.notes.append(f'"parallel.tp": "auto" became {layout.tp} (world {world_size})')
     if ep is None:
         sources.notes.append(f'"parallel.ep": "auto" became {layout.ep} ({layout})')
     return layout
-
-
-def _widest(
-    ep: int | None, *, ranks: WorldInfo, sizes: ModelSizes, wish: BatchWish, block_size: int, row_alignment: int
-) -> ParallelLayout:
-    """The largest tp, at most a node's ranks, that breaks no rule; a single rank where none fits."""
-    for tp in reversed(divisors(ranks.world_size)):
-        shares = allowed_ep(sizes, tp)
-        if tp > ranks.local_world_size or not shares or (ep is not None and ep not in shares):
-            continue
-        layout = ParallelLayout(dp=ranks.world_size // tp, tp=tp, ep=max(shares) if ep is None else ep)
-        batch = BatchSizes(num_sequences=solve_batch(wish, dp=layout.dp).micro, block_size=block_size)
-        request = LayoutRequest(
-            sizes=sizes, layout=layout, world_size=ranks.world_size, batch=batch, row_alignment=row_alignment
-        )
-        if not layout_faults(request) and not list(batch_faults(wish, layout=layout)):
-            return layout
-    return ParallelLayout(dp=ranks.world_size, tp=1, ep=1 if ep is None else ep)
 
 
 def _size(sources: Sources, *, block: Mapping[str, Any], key: str) -> int | None:
@@ -213,28 +231,24 @@ def _size(sources: Sources, *, block: Mapping[str, Any], key: str) -> int | None
         return None
 
 
-def _with_largest_fit(faults: list[str], *, request: LayoutRequest, ranks: WorldInfo) -> list[str]:
-    """The faults, and a last line with a layout that works, where the model itself is sound."""
-    if not faults:
-        return []
-    largest = largest_layout(
-        request.sizes, world_size=ranks.world_size, max_tp=ranks.local_world_size, batch=request.batch
-    )
-    if layout_faults(replace(request, layout=largest)):
-        return faults
+def _with_widest_fit(faults: Sequence[str], *, search: _Search) -> list[str]:
+    """The faults, and a last line with a layout that breaks none of these rules, where there is one."""
+    widest = search.widest() if faults else None
+    if widest is None:
+        return list(faults)
     return [
         *faults,
-        f'the largest layout that fits is {largest}: "parallel": {{"tp": {largest.tp}, "ep": {largest.ep}}}',
+        f'the largest layout that fits is {widest}: "parallel": {{"tp": {widest.tp}, "ep": {widest.ep}}}',
     ]
 
 
-def _expert_backend(sources: Sources, *, block: Mapping[str, Any], device: str) -> str:
-    backend = block.get("expert_backend", "auto")
+def _experts_backend(sources: Sources, *, block: Mapping[str, Any], device: str) -> str:
+    backend = block.get("experts_backend", "auto")
     if backend == "auto":
         return "grouped" if device == "cuda" else "loop"
-    if backend not in EXPERT_BACKENDS:
+    if backend not in EXPERTS_BACKENDS:
         sources.faults.append(
-            f'"parallel.expert_backend": {backend!r} is not one of auto, {", ".join(EXPERT_BACKENDS)}'
+            f'"parallel.experts_backend": {backend!r} is not one of auto, {", ".join(EXPERTS_BACKENDS)}'
         )
     return str(backend)
 
@@ -259,5 +273,5 @@ def _options(sources: Sources, *, block: Mapping[str, Any], layout: ParallelLayo
         strategy=str(strategy),
         cuda_graph=False,
         overlap=False,
-        expert_backend=backend,
+        experts_backend=backend,
     )

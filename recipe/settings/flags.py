@@ -75,9 +75,10 @@ class Arguments:
     torch_num_threads: int | None = _start("threads torch uses on a rank's CPU; its own choice if absent", at_least=1)
     allow_unknown_ds_keys: bool = _start("pass unknown DeepSpeed keys on instead of stopping", default=False)
     seed: int = _start("seed of weights and data order", default=42, at_least=0)
-    run_name: str | None = _start("name in logs; the output folder's if absent")
 
-    model_name_or_path: str | None = _model("checkpoint folder or hub name to start from")
+    model_name_or_path: str | None = _model(
+        "folder with config.json and weights to start from; first `hf download NAME --local-dir DIR` what is on the hub"
+    )
     config_name: str | None = _model("preset, config.json or folder with one, to start from fresh weights")
     config_overrides: Mapping[str, Any] = _model("changes to the configuration: key=value,key=value", default={})
     attn_implementation: str = _model(

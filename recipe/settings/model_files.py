@@ -56,11 +56,11 @@ LOSS_SETTINGS = ("router_aux_loss_coef", "router_z_loss_coef", "logits_z_loss_co
 
 # Say nothing about the function the model computes, or are the tokenizer's or the run's to say.
 WITHOUT_EFFECT = (
-    *("_attn_implementation", "_commit_hash", "_experts_implementation", "_name_or_path", "architectures"),
-    *("attn_implementation", "auto_map", "dtype", "experts_backend", "experts_implementation", "finetuning_task"),
-    *("id2label", "label2id", "max_window_layers", "model_type", "name_or_path", "num_labels", "output_router_logits"),
-    *("prefix", "task_specific_params", "tf_legacy_loss", "tokenizer_class", "torch_dtype", "torchscript"),
-    *("transformers_version", "use_bfloat16", "use_cache"),
+    *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_experts_implementation"),
+    *("_name_or_path", "architectures", "attn_implementation", "auto_map", "dtype", "experts_backend"),
+    *("experts_implementation", "finetuning_task", "id2label", "label2id", "max_window_layers", "model_type"),
+    *("name_or_path", "num_labels", "output_router_logits", "prefix", "task_specific_params", "tf_legacy_loss"),
+    *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_bfloat16", "use_cache"),
     *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
 )
 
@@ -103,12 +103,14 @@ ONLY_VALUE: Mapping[str, tuple[Any, ...]] = {
 class ModelFile(NamedTuple):
     """What a config.json says.
 
-    kwargs  settings of the model under our names, without those that are null
-    losses  the loss settings it names, which a run sets by its own flags
-    faults  everything in it that our model cannot express
+    model_type  its type, None where it names none and is taken for ours
+    kwargs      settings of the model under our names, without those that are null
+    losses      the loss settings it names, which a run sets by its own flags
+    faults      everything in it that our model cannot express
     """
 
     file: Path
+    model_type: str | None
     kwargs: dict[str, Any]
     losses: dict[str, Any]
     faults: list[str]
@@ -125,19 +127,52 @@ def read_model_file(path: Path) -> ModelFile:
     if not isinstance(model_type, str) or model_type not in STOCK_TYPES:
         raise ValueError(f"{file} holds a {model_type!r}; configurations can be read of {', '.join(STOCK_TYPES)}")
     stock = STOCK_TYPES[model_type]
-    # A reader of transformers takes a file's head_dim for what it is only where the type's code asks for it.
-    if model_type == "olmoe" and content.get("head_dim") is not None:
-        content.setdefault("_olmoe_head_dim", content.pop("head_dim"))
     left_out = (*WITHOUT_EFFECT, *GENERATION, *LOSS_SETTINGS, *ONLY_VALUE, "sliding_window")
     named = {key: value for key, value in content.items() if key not in left_out}
-    faults = [*_value_faults(content), *_name_faults(named, stock=stock)]
-    kwargs = {**stock.absent}
-    kwargs |= {stock.renamed.get(key, key): value for key, value in named.items() if stock.renamed.get(key, key) in RULES}
-    kwargs |= {**stock.implied, "rope_parameters": _rope_parameters(kwargs, theta=stock.theta)}
-    kwargs.pop("rope_theta", None)
+    renamed = {stock.renamed.get(key, key): value for key, value in named.items()}
+    kwargs = {**stock.absent, **{key: value for key, value in renamed.items() if key in RULES}, **stock.implied}
     return ModelFile(
         file=file,
-        kwargs={key: value for key, value in kwargs.items() if value is not None},
+        model_type=content.get("model_type"),
+        kwargs=with_rope_parameters({k: v for k, v in kwargs.items() if v is not None}, theta=stock.theta),
         losses={key: content[key] for key in LOSS_SETTINGS if content.get(key) is not None},
-        faults=faults,
+        faults=[*_one_value_faults(content), *_name_faults(named, stock=stock), *_rope_faults(content)],
     )
+
+
+def with_rope_parameters(kwargs: Mapping[str, Any], *, theta: float) -> dict[str, Any]:
+    """`rope_theta`, as older files have it, as a part of `rope_parameters`; `theta` where none is named."""
+    values = dict(kwargs)
+    plain = {"rope_type": "default", "rope_theta": values.pop("rope_theta", theta)}
+    rope = values.get("rope_parameters", {})
+    # Something else than an object stays as it is, to be found by the rules of model_values.py.
+    values["rope_parameters"] = {**plain, **rope} if isinstance(rope, Mapping) else rope
+    return values
+
+
+def _one_value_faults(content: Mapping[str, Any]) -> Iterator[str]:
+    for key, allowed in ONLY_VALUE.items():
+        if key in content and content[key] not in allowed:
+            yield f"{key}={content[key]!r} is not available, only {allowed[0]!r}"
+    # A width that is not in use is written out all the same by some files.
+    if content.get("sliding_window") is not None and content.get("use_sliding_window", True):
+        yield f"sliding_window={content['sliding_window']!r} is not available, only None"
+
+
+def _name_faults(named: Mapping[str, Any], *, stock: StockType) -> Iterator[str]:
+    """Settings nobody knows, two spellings of one that differ, and those that the type does not have."""
+    for key, value in named.items():
+        ours = stock.renamed.get(key, key)
+        if ours not in RULES:
+            yield f"{key} is unknown"
+        elif key != ours and named.get(ours, value) != value:
+            yield f"{key}={value!r} and {ours}={named[ours]!r} name the same setting"
+        elif stock.implied.get(ours, value) != value:
+            yield f"{key}={value!r} is not available in this type, only {stock.implied[ours]!r}"
+
+
+def _rope_faults(content: Mapping[str, Any]) -> Iterator[str]:
+    rope, theta = content.get("rope_parameters"), content.get("rope_theta")
+    inside = rope.get("rope_theta") if isinstance(rope, Mapping) else None
+    if theta is not None and inside is not None and inside != theta:
+        yield f"rope_theta={theta!r} and rope_parameters with rope_theta={inside!r} name the same setting"

@@ -16,6 +16,10 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and value >= 1
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -24,7 +28,7 @@ def _one_of(*choices: str) -> Rule:
     return Rule(lambda value: value in choices, f"one of {', '.join(choices)}")
 
 
-_COUNT = Rule(lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
+_COUNT = Rule(_is_count, "a whole number of at least 1")
 _COUNT_OR_NONE = Rule(lambda value: _is_whole(value) and value >= 0, "a whole number of at least 0")
 _TRUTH = Rule(lambda value: isinstance(value, bool), "true or false")
 _POSITIVE = Rule(lambda value: _is_number(value) and value > 0, "a number above 0")
@@ -89,16 +93,18 @@ def value_faults(kwargs: Mapping[str, Any]) -> Iterator[str]:
 
 def _combined_faults(kwargs: Mapping[str, Any]) -> Iterator[str]:
     """What follows from two settings, each sound in itself."""
-    width, heads = kwargs.get("hidden_size"), kwargs.get("num_attention_heads")
-    if kwargs.get("head_dim") is None and _COUNT.holds(width) and _COUNT.holds(heads):
+    width: Any = kwargs.get("hidden_size")
+    heads: Any = kwargs.get("num_attention_heads")
+    layers: Any = kwargs.get("num_hidden_layers")
+    named: Any = kwargs.get("mlp_only_layers")
+    if kwargs.get("head_dim") is None and _is_count(width) and _is_count(heads):
         derived = width // heads
         if not RULES["head_dim"].holds(derived):
             yield (
                 f"hidden_size={width} over num_attention_heads={heads} gives head_dim={derived}, which must be "
                 f"{RULES['head_dim'].says}"
             )
-    layers, named = kwargs.get("num_hidden_layers"), kwargs.get("mlp_only_layers")
-    if _COUNT.holds(layers) and named is not None and _INDICES.holds(named):
+    if _is_count(layers) and _INDICES.holds(named):
         beyond = [index for index in named if index >= layers]
         if beyond:
             yield f"mlp_only_layers names {beyond}, but num_hidden_layers={layers}: the last layer is {layers - 1}"
@@ -110,7 +116,7 @@ def _rope_faults(rope: Any) -> Iterator[str]:
     kind, theta, share = rope.get("rope_type", "default"), rope.get("rope_theta"), rope.get("partial_rotary_factor")
     if kind not in ROPE_TYPES:
         yield f"rope_type={kind!r} must be one of {', '.join(ROPE_TYPES)}"
-    if theta is not None and not _POSITIVE.holds(theta):
+    if not _POSITIVE.holds(theta):
         yield f"rope_theta={theta!r} must be {_POSITIVE.says}"
     if share not in (None, 1):
         yield f"partial_rotary_factor={share!r} is not available, only 1: all of a head is rotated"

@@ -1,15 +1,10 @@
-"""Named model configurations, and how a name, a file and overrides become the keyword arguments of a model's config.
+"""Named model configurations, as keyword arguments of our model's config; the sizes are those of the published models.
 
-The sizes are those of the published models; standard library only.
+`read_model` in model.py turns a name into a model.
 """
 
-import difflib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from modeling.layout import ModelSizes
-from recipe.settings.model_files import read_model_file
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "demo": {
@@ -121,85 +116,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-
-# What may be overridden or read from a file beside the keys above.
-OPTIONAL_KEYS = (
-    "attention_dropout",
-    "bos_token_id",
-    "clip_qkv",
-    "decoder_sparse_step",
-    "eos_token_id",
-    "hidden_act",
-    "initializer_range",
-    "mlp_only_layers",
-    "pad_token_id",
-    "rope_parameters",
-)
-NEEDED_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "max_position_embeddings",
-)
-CONFIG_KEYS = (*PRESETS["demo"], *OPTIONAL_KEYS)
-
-
-def model_kwargs(config_name: str, *, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Keyword arguments for the model's config: a preset's, or a config.json's, with `overrides` applied.
-
-    `config_name` is a preset, a JSON file, or a folder that holds a config.json.
-    """
-    if config_name in PRESETS:
-        kwargs = dict(PRESETS[config_name])
-    elif Path(config_name).exists():
-        kwargs = read_model_file(config_name, allowed=CONFIG_KEYS)
-    else:
-        raise ValueError(f"config_name {config_name!r} is neither a file nor a preset ({', '.join(PRESETS)})")
-    unknown = [key for key in overrides or {} if key not in CONFIG_KEYS]
-    if unknown:
-        raise ValueError("config_overrides: " + "; ".join(_unknown(key) for key in unknown))
-    return {**kwargs, **(overrides or {})}
-
-
-def sizes_of(kwargs: Mapping[str, Any]) -> ModelSizes:
-    """The sizes a layout depends on. ValueError names every one that is missing or is no count."""
-    bad = [f"{key}={kwargs.get(key)!r}" for key in NEEDED_KEYS if not _is_count(kwargs.get(key))]
-    if bad:
-        raise ValueError(f"the model's configuration needs whole numbers of at least 1, got {', '.join(bad)}")
-    heads = kwargs["num_attention_heads"]
-    dense = _dense_layers(kwargs)
-    return ModelSizes(
-        vocab_size=kwargs["vocab_size"],
-        hidden_size=kwargs["hidden_size"],
-        num_attention_heads=heads,
-        num_key_value_heads=kwargs.get("num_key_value_heads") or heads,
-        head_dim=kwargs.get("head_dim") or kwargs["hidden_size"] // heads,
-        num_experts=kwargs["num_experts"],
-        num_experts_per_tok=kwargs["num_experts_per_tok"],
-        moe_intermediate_size=kwargs["moe_intermediate_size"],
-        intermediate_size=kwargs.get("intermediate_size", 0) if dense else 0,
-        max_position_embeddings=kwargs["max_position_embeddings"],
-        num_hidden_layers=kwargs["num_hidden_layers"],
-        dense_layers=dense,
-        qk_norm=kwargs.get("qk_norm", "head"),
-        tie_word_embeddings=kwargs.get("tie_word_embeddings", False),
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _unknown(key: str) -> str:
-    near = difflib.get_close_matches(key, CONFIG_KEYS, n=1)
-    return f"{key} is unknown" + (f", did you mean {near[0]}?" if near else "")
-
-
-def _dense_layers(kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without experts: those named, and all but every `decoder_sparse_step`-th."""
-    named, step = kwargs.get("mlp_only_layers") or (), kwargs.get("decoder_sparse_step") or 1
-    return tuple(i for i in range(kwargs["num_hidden_layers"]) if i in named or (i + 1) % step)
