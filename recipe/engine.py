@@ -7,7 +7,6 @@ checkpoints no other file imports deepspeed.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -20,16 +19,7 @@ from modeling.init import full_shapes, shard_table
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.data.batches import MicroBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamOptions:
-    """AdamW as torch has it; `weight_decay` is applied to matrices only, not to norms."""
-
-    learning_rate: float = 5e-5
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+from recipe.settings.ds_training import OptimizerOptions
 
 
 class Mpu:
@@ -115,7 +105,7 @@ def tag_parameters(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelM
             model.get_parameter(name).tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def build_optimizer(model: nn.Module, options: AdamOptions) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
     """AdamW over all trainable parameters, weight decay on matrices alone; ValueError if there are none."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:

@@ -11,8 +11,8 @@ from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.folders import LATEST
 from recipe.checkpoint.hugging_face import FOLDER, ExportOptions, export_hugging_face
 from recipe.checkpoint.native import load_native, save_native
-from recipe.data.agreement import check_batches
 from recipe.data.batches import evaluation_batches
+from recipe.data.check_batches import check_batches
 from recipe.data.loader import LoaderOptions, Step, StepLoader
 from recipe.data.together import on_every_rank
 from recipe.engine import Engine

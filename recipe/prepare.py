@@ -19,7 +19,7 @@ from recipe.checkpoint.hf_load import load_weights
 from recipe.checkpoint.run_folder import RunFolder
 from recipe.data.options import DataOptions, option_faults
 from recipe.data.prepare import PreparedData, prepare_data
-from recipe.engine import AdamOptions, Engine, build_optimizer
+from recipe.engine import Engine, build_optimizer
 from recipe.launch.start import World
 from recipe.ranks import Ranks
 from recipe.run import Run, describe_parameters
@@ -79,7 +79,7 @@ def prepare_run(
 
 def prepare_engine(run: Run) -> Engine:
     """Make or load this rank's weights and hand them to DeepSpeed. Collective."""
-    arguments, optimizer = run.arguments, run.settings.optimizer
+    arguments = run.arguments
     # Whatever is drawn while training, dropout say, is one thing for a group and another for each of its peers.
     torch.manual_seed(arguments.seed + run.mesh.dp_rank)
     model = build_model(run.config, mesh=run.mesh, seed=arguments.seed)
@@ -91,13 +91,7 @@ def prepare_engine(run: Run) -> Engine:
         model.gradient_checkpointing_enable()
     model.to(device=torch.device(run.world.device))  # type: ignore[call-arg]
     run.say(describe_parameters(model, run.config))
-    adam = AdamOptions(
-        learning_rate=optimizer.learning_rate,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-    )
-    return Engine(model, ds_config=run.settings.engine, optimizer=build_optimizer(model, adam))
+    return Engine(model, ds_config=run.settings.engine, optimizer=build_optimizer(model, run.settings.optimizer))
 
 
 def data_options(arguments: Arguments) -> DataOptions:

@@ -207,7 +207,8 @@ def engine_config(case: Case, *, max_grad_norm: float = MAX_GRAD_NORM) -> dict[s
 
 def start_engine(config: GatherMoeConfig, state: dict[str, Tensor], case: Case, **options: Any) -> Any:
     """Our engine on this rank, holding its shards of `state`."""
-    from recipe.engine import AdamOptions, Engine, build_optimizer
+    from recipe.engine import Engine, build_optimizer
+    from recipe.settings.ds_training import OptimizerOptions
 
     layout = ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)
     mesh = build_mesh(layout, num_key_value_heads=config.num_key_value_heads)
@@ -218,7 +219,9 @@ def start_engine(config: GatherMoeConfig, state: dict[str, Tensor], case: Case, 
         parameter.data.copy_(cut(state[name], shard))
     if case.checkpointing:
         model.gradient_checkpointing_enable()
-    adam = AdamOptions(learning_rate=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY)
+    adam = OptimizerOptions(
+        learning_rate=LEARNING_RATE, betas=(0.9, 0.999), eps=EPS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM
+    )
     return Engine(model, ds_config=engine_config(case, **options), optimizer=build_optimizer(model, adam))
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.training import Flags, read_metrics, write_ds_config, write_inputs
 
 ROOT = Path(__file__).parent.parent
-LAUNCHER = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators"]
+LAUNCHER = str(Path(sys.executable).parent / "deepspeed")
 METRIC_KEYS = {
     *("step", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "model_flops_per_s", "mfu"),
     *("rho", "skipped_steps", "peak_memory_bytes"),
@@ -32,9 +32,13 @@ def environment(**changes: str) -> dict[str, str]:
 
 def launch(words: list[str], *, num_ranks: int | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run the script under the launcher, or by plain python; stdout and stderr together."""
-    start = [sys.executable] if num_ranks is None else [*LAUNCHER, str(num_ranks)]
+    start = [sys.executable] if num_ranks is None else [LAUNCHER, "--num_accelerators", str(num_ranks)]
+    return run_command([*start, "run_pretrain.py", *words], **changes)
+
+
+def run_command(command: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*start, "run_pretrain.py", *words],
+        command,
         cwd=ROOT,
         env=environment(**changes),
         stdout=subprocess.PIPE,
@@ -87,6 +91,18 @@ def test_two_ranks_under_the_launcher_train_log_and_save(tmp_path: Path) -> None
     assert "final eval loss" in done.stdout
     assert "guessing by token frequency alone" in done.stdout
     assert shared_memory() == before, "R-LAUNCH-02"
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("python -c")]
+    opened = run_command(["bash", "-c", line])
+    assert opened.returncode == 0, opened.stdout
+    assert "Qwen3MoeForCausalLM(" in opened.stdout
+
+
+@pytest.mark.slow
+def test_the_launcher_without_a_number_of_ranks_starts_one(tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": "auto"}) | {"max_steps": 2}
+    done = run_command([LAUNCHER, "run_pretrain.py", *words_of(flags)])
+    assert done.returncode == 0, done.stdout
+    assert "layout: dp=1 tp=1 ep=1 etp=1" in done.stdout
 
 
 @pytest.mark.slow
@@ -135,10 +151,24 @@ def test_mistakes_end_in_one_message(tmp_path: Path, changes: dict[str, Any], me
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "RANK='x' must be a whole number"),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE is not set, but RANK=0 LOCAL_RANK=0 is"),
+    ],
+)
+def test_r_launch_04_an_odd_variable_is_named(tmp_path: Path, variables: dict[str, str], message: str) -> None:
+    check_mistake(write_inputs(tmp_path), message, **variables)
+
+
+@pytest.mark.slow
 def test_a_used_output_folder_is_refused_and_ranks_end_alike(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"max_steps": 1}
     assert launch(words_of(flags)).returncode == 0
     check_mistake(flags, "already holds a run", code=15)
+    check_mistake(flags | {"overwrite_output_dir": True, "train_file": "nowhere.txt"}, "there is no file 'nowhere.txt'")
+    assert (tmp_path / "run" / "checkpoints" / "step-1").is_dir(), "a mistake must not cost the old run"
     done = launch(words_of(flags | {"overwrite_output_dir": True}))
     assert done.returncode == 0, done.stdout
     assert "overwriting" in done.stdout
@@ -148,7 +178,7 @@ def test_a_used_output_folder_is_refused_and_ranks_end_alike(tmp_path: Path) -> 
 def test_an_interrupted_run_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
     before = shared_memory()
     flags = write_inputs(tmp_path) | {"max_steps": 100000, "hf_save": "never"}
-    words = [*LAUNCHER, "2", "run_pretrain.py", *words_of(flags)]
+    words = [LAUNCHER, "--num_accelerators", "2", "run_pretrain.py", *words_of(flags)]
     process = subprocess.Popen(
         words, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
