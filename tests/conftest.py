@@ -16,6 +16,27 @@ import pytest
 from tests.ranks import end_pools
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("left_out", "markers whose tests run only where -m names them", type="args")
+
+
+def _left_out(config: pytest.Config) -> list[str]:
+    """The markers that this call leaves out. An -m of the user's would replace one in addopts, hence not there."""
+    return [marker for marker in config.getini("left_out") if marker not in config.getoption("markexpr")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    terminalreporter.write_line(f"left out unless -m names them: {', '.join(_left_out(config)) or 'nothing'}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    markers = _left_out(config)
+    dropped = [item for item in items if any(item.get_closest_marker(marker) for marker in markers)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in dropped]
+
+
 def _shared_memory() -> set[str]:
     folder = Path("/dev/shm")
     return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
