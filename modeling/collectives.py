@@ -45,6 +45,22 @@ def sum_gradients(parameters: list[Tensor], group: ProcessGroup | None, *, upcas
     return list(_SumGradients.apply(group, upcast, *parameters))
 
 
+class RowSplits(NamedTuple):
+    """How many rows this rank sends to each rank of the group, and receives from each; host integers."""
+
+    send: list[int]
+    receive: list[int]
+
+    def turned(self) -> "RowSplits":
+        """The way back."""
+        return RowSplits(self.receive, self.send)
+
+
+def exchange_rows(x: Tensor, splits: RowSplits, group: ProcessGroup | None) -> Tensor:
+    """Rows to whom they belong: [sum(send), ...] -> [sum(receive), ...], both in rank order. Backward: the way back."""
+    return x if group is None else _ExchangeRows.apply(x, splits, group)
+
+
 class GatheredRouting(NamedTuple):
     """Routing of all T tokens of the group: ids [T, A] int64, weights [T, A] float32 or wider."""
 
@@ -84,6 +100,13 @@ def reduce_scatter_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
+def all_to_all_rows(x: Tensor, splits: RowSplits, group: ProcessGroup) -> Tensor:
+    """What `exchange_rows` does, without a backward."""
+    out = x.new_empty(sum(splits.receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), splits.receive, splits.send, group=group)
+    return out
+
+
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
@@ -110,6 +133,17 @@ class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather_rows(grad, ctx.group), None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: RowSplits, group: ProcessGroup) -> Tensor:
+        ctx.splits, ctx.group = splits, group
+        return all_to_all_rows(x, splits, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_to_all_rows(grad, ctx.splits.turned(), ctx.group), None, None
 
 
 class _SumOverGroup(torch.autograd.Function):

@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from .layout import ModelSizes
+from .layout import STRATEGIES, ModelSizes
 
 QK_NORMS = ("none", "head", "full")
 BALANCE_SCOPES = ("sequence", "micro_batch")
@@ -26,6 +26,7 @@ class GatherMoeConfig(PreTrainedConfig):
     router_z_loss_coef     weight of the router's z-loss (ST-MoE, 2202.08906, eq. 5), mean over tokens and layers
     logits_z_loss_coef     weight of the z-loss on the vocabulary's logits (PaLM, 2204.02311, §5), mean over targets
     balance_scope          what the balance loss is computed over: each "sequence", or each "micro_batch"
+    strategy               how tokens meet experts that several ranks share; see dispatch.py
     experts_backend        "auto" is "loop" on CPU and "grouped" on a GPU; see experts.py
     """
 
@@ -63,6 +64,7 @@ class GatherMoeConfig(PreTrainedConfig):
     logits_z_loss_coef: float = 0.0
     balance_scope: str = "sequence"
     experts_backend: str = "auto"
+    strategy: str = "gather_tokens"
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -116,6 +118,7 @@ def _check_choices(config: GatherMoeConfig) -> None:
         "qk_norm": QK_NORMS,
         "balance_scope": BALANCE_SCOPES,
         "experts_backend": EXPERTS_BACKENDS,
+        "strategy": STRATEGIES,
         "hidden_act": ("silu",),
     }
     for name, allowed in choices.items():

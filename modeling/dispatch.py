@@ -1,10 +1,18 @@
-"""How tokens meet their experts. One function per strategy, all with the same result as a single rank."""
+"""How tokens meet their experts. One function per strategy, all with the same result as a single rank.
 
+strategy         layout        what moves, forward                                         the host waits
+gather_tokens    any ep x etp  all tokens to every rank, sums home                         never
+gather_weights   ep = 1        slices of expert weights to every rank, tokens stay         never
+all_to_all       ep = N        each token's row to the ranks of its experts, and back      for the counts
+"""
+
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .collectives import gather_routing, gather_tokens, scatter_tokens
+from .collectives import RowSplits, all_to_all_rows, exchange_rows, gather_routing, gather_tokens, scatter_tokens, wide
 from .experts import GatherMoeExperts
 from .mesh import ParallelMesh
 from .router import Routing
@@ -19,8 +27,15 @@ class Dispatch(NamedTuple):
     mesh: ParallelMesh
 
 
-def dispatch_by_gathering_tokens(work: Dispatch) -> Tensor:
-    """All tokens to every rank, each works on its experts or slices, sums come home: [t, D] -> [t, D].
+def dispatch(work: Dispatch, *, strategy: str) -> Tensor:
+    """This rank's normed tokens [t, D] -> the weighted sums of their experts' outputs [t, D]."""
+    if work.mesh.group is None:
+        return work.experts(work.x_tD, work.routing.expert_ids_tA, work.routing.weights_tA)
+    return _STRATEGIES[strategy](work)
+
+
+def _gather_tokens(work: Dispatch) -> Tensor:
+    """All tokens to every rank, each works on its experts or slices, sums come home.
 
     Wire per rank, forward: T*D in and T*D out, and 6*A bytes per token for ids and weights, whatever the routing is.
     """
@@ -29,3 +44,58 @@ def dispatch_by_gathering_tokens(work: Dispatch) -> Tensor:
     gathered = gather_routing(work.routing.expert_ids_tA, work.routing.weights_tA, group)
     partial_TD = work.experts(x_TD, gathered.expert_ids_TA, gathered.weights_TA)
     return scatter_tokens(partial_TD, group)
+
+
+def _gather_weights(work: Dispatch) -> Tensor:
+    """Every rank borrows the other ranks' slices of all experts, and works on its own tokens.
+
+    Wire per rank: the 3*E*F*D weights of the layer, forward and again backward, and their gradients home, whatever
+    the number of tokens is. Pays for many tokens and few experts.
+    """
+    group = work.mesh.group
+    assert group is not None
+    return work.experts.forward_whole(work.x_tD, work.routing.expert_ids_tA, work.routing.weights_tA, group=group)
+
+
+def _all_to_all(work: Dispatch) -> Tensor:
+    """Every token-expert pair as a row to the rank of its expert, and the output back; nothing is dropped.
+
+    Wire per rank, forward: t*A*D out and back on average, times the load of the busiest rank. The counts are read by
+    the host (GShard, 2006.16668, §3.2, without its capacity).
+    """
+    group, experts, routing = work.mesh.group, work.experts, work.routing
+    assert group is not None
+    num_tokens, num_active = routing.expert_ids_tA.shape
+    size = work.mesh.layout.tp
+    ids = routing.expert_ids_tA.flatten()
+    # Padding belongs to no expert, thus to the rank after the last, and stays behind.
+    owner, order = (ids // experts.num_local).clamp(max=size).sort(stable=True)
+    ranks = torch.arange(size + 1, device=ids.device)
+    ends = torch.searchsorted(owner, ranks, right=False)
+    counts = ends.diff()
+    splits = _agree_on_splits(counts, work.mesh)
+    order = order[: sum(splits.send)]
+    sent_ids = all_to_all_rows(ids[order], splits, group)
+    rows_RD = exchange_rows(work.x_tD[order // num_active], splits, group)
+    ones_R1 = torch.ones(rows_RD.shape[0], 1, dtype=routing.weights_tA.dtype, device=rows_RD.device)
+    y_RD = experts(rows_RD, sent_ids[:, None], ones_R1)
+    back_RD = exchange_rows(y_RD, splits.turned(), group)
+    weighted_RD = wide(back_RD) * routing.weights_tA.flatten()[order][:, None]
+    out_tD = weighted_RD.new_zeros(num_tokens, work.x_tD.shape[1]).index_add(0, order // num_active, weighted_RD)
+    return out_tD.to(work.x_tD.dtype)
+
+
+def _agree_on_splits(counts: Tensor, mesh: ParallelMesh) -> RowSplits:
+    """Tell every rank how many rows it will get; the host reads the numbers."""
+    assert mesh.group is not None
+    one_each = RowSplits([1] * mesh.layout.tp, [1] * mesh.layout.tp)
+    received = all_to_all_rows(counts, one_each, mesh.group)
+    send, receive = torch.stack([counts, received]).tolist()
+    return RowSplits(send, receive)
+
+
+_STRATEGIES: Mapping[str, Callable[[Dispatch], Tensor]] = {
+    "gather_tokens": _gather_tokens,
+    "gather_weights": _gather_weights,
+    "all_to_all": _all_to_all,
+}

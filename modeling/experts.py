@@ -11,10 +11,12 @@ so ZeRO-3 can drop their gathered copies.
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from .collectives import wide
+from .collectives import all_gather_rows, reduce_scatter_rows, wide
 from .config import GatherMoeConfig
 from .linear import autocast_inputs
 from .mesh import ParallelMesh
@@ -78,12 +80,24 @@ class GatherMoeExperts(nn.Module):
 
         The sum over the experts of a token runs in float32 at least. Summed over the group it is the layer's output.
         """
-        grouped = self.backend == "grouped" or (self.backend == "auto" and x_TD.is_cuda)
-        rows = sort_by_local_expert(
-            ids_TA, first_expert=self.first_expert, num_local=self.num_local, read_counts=not grouped
-        )
+        rows = self._sort(ids_TA)
         x_TD, gate_up, down = autocast_inputs(x_TD, self.gate_up_proj, self.down_proj)
         return _Experts.apply(x_TD, weights_TA, gate_up, down, rows)
+
+    def forward_whole(self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, *, group: ProcessGroup) -> Tensor:
+        """The same for this rank's tokens alone and all experts, whose slices the other ranks lend: -> [t, D].
+
+        Only for ep=1, where every rank holds a slice of every expert. The result is complete.
+        """
+        rows = self._sort(ids_tA)
+        x_tD, gate_up, down = autocast_inputs(x_tD, self.gate_up_proj, self.down_proj)
+        return _GatheredExperts.apply(x_tD, weights_tA, gate_up, down, rows, group)
+
+    def _sort(self, ids_TA: Tensor) -> Rows:
+        grouped = self.backend == "grouped" or (self.backend == "auto" and ids_TA.is_cuda)
+        return sort_by_local_expert(
+            ids_TA, first_expert=self.first_expert, num_local=self.num_local, read_counts=not grouped
+        )
 
 
 def _multiply(x_RI: Tensor, weight_eOI: Tensor, rows: Rows) -> Tensor:
@@ -153,43 +167,130 @@ def _clear_tail(x: Tensor, rows: Rows) -> Tensor:
     return x if rows.valid_R is None else torch.where(rows.valid_R[:, None], x, 0.0)
 
 
+class Products(NamedTuple):
+    """What the forward of the experts leaves for the backward to start from."""
+
+    out_TD: Tensor
+    gate_up_R2f: Tensor
+
+
+class Gradients(NamedTuple):
+    """In the order of `_Experts`' inputs."""
+
+    x_TD: Tensor
+    weights_TA: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
+
+
+def experts_forward(x_TD: Tensor, weights_TA: Tensor, gate_up: Tensor, down: Tensor, *, rows: Rows) -> Products:
+    """Gate and up, activation, down, and the weighted sum per token in x's type."""
+    gate_up_R2f = _multiply(x_TD[rows.token_R], gate_up, rows)
+    gate, up = gate_up_R2f.chunk(2, dim=-1)
+    y_RD = _multiply(F.silu(gate) * up, down, rows)
+    weight_R = weights_TA.flatten()[rows.pair_R]
+    num_tokens, num_active = weights_TA.shape
+    out_TD = _sum_by_token(y_RD, weight_R, rows, num_tokens=num_tokens, num_active=num_active)
+    return Products(out_TD.to(x_TD.dtype), gate_up_R2f)
+
+
+def experts_backward(
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    weights_TA: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_R2f: Tensor,
+    *,
+    rows: Rows,
+    for_weights: bool = True,
+) -> Gradients:
+    """The gradients of `experts_forward`; rows and activation are made again from the gate and up products."""
+    num_tokens, num_active = weights_TA.shape
+    weight_R = weights_TA.flatten()[rows.pair_R]
+    gate, up = _clear_tail(gate_up_R2f, rows).chunk(2, dim=-1)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    act_Rf = silu * up
+    grad_y_RD = _clear_tail(grad_TD[rows.token_R], rows)
+    # The output's gradient before its routing weight; times the activation it is also the weight's gradient.
+    grad_act_Rf = _clear_tail(_multiply_back(grad_y_RD, down, rows), rows)
+    grad_weight_R = (wide(grad_act_Rf) * wide(act_Rf)).sum(-1)
+    grad_weights = weights_TA.new_zeros(weights_TA.numel())
+    grad_weights[rows.pair_R] = grad_weight_R.to(weights_TA.dtype)
+    grad_down = grad_gate_up = None
+    if for_weights:
+        grad_down = _weight_gradient((grad_y_RD * weight_R[:, None]).to(x_TD.dtype), act_Rf, rows)
+    grad_act_Rf = (grad_act_Rf * weight_R[:, None]).to(x_TD.dtype)
+    grad_gate = grad_act_Rf * up * (sigmoid + silu * (1 - sigmoid))
+    grad_gate_up_R2f = torch.cat([grad_gate, grad_act_Rf * silu], dim=-1)
+    if for_weights:
+        grad_gate_up = _weight_gradient(grad_gate_up_R2f, x_TD[rows.token_R], rows)
+    grad_rows_RD = _multiply_back(grad_gate_up_R2f, gate_up, rows)
+    grad_x_TD = _sum_by_token(grad_rows_RD, None, rows, num_tokens=num_tokens, num_active=num_active)
+    return Gradients(grad_x_TD.to(x_TD.dtype), grad_weights.view_as(weights_TA), grad_gate_up, grad_down)
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TA: Tensor, gate_up: Tensor, down: Tensor, rows: Rows) -> Tensor:
-        gate_up_R2f = _multiply(x_TD[rows.token_R], gate_up, rows)
-        gate, up = gate_up_R2f.chunk(2, dim=-1)
-        y_RD = _multiply(F.silu(gate) * up, down, rows)
-        weight_R = weights_TA.flatten()[rows.pair_R]
+        products = experts_forward(x_TD, weights_TA, gate_up, down, rows=rows)
         ctx.rows = rows
-        ctx.save_for_backward(x_TD, weights_TA, gate_up, down, gate_up_R2f)
-        num_tokens, num_active = weights_TA.shape
-        out_TD = _sum_by_token(y_RD, weight_R, rows, num_tokens=num_tokens, num_active=num_active)
-        return out_TD.to(x_TD.dtype)
+        ctx.save_for_backward(x_TD, weights_TA, gate_up, down, products.gate_up_R2f)
+        return products.out_TD
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None]:
-        x_TD, weights_TA, gate_up, down, gate_up_R2f = ctx.saved_tensors
-        rows: Rows = ctx.rows
-        num_tokens, num_active = weights_TA.shape
-        weight_R = weights_TA.flatten()[rows.pair_R]
-        gate, up = _clear_tail(gate_up_R2f, rows).chunk(2, dim=-1)
-        sigmoid = gate.sigmoid()
-        silu = gate * sigmoid
-        act_Rf = silu * up
-        grad_y_RD = _clear_tail(grad_TD[rows.token_R], rows)
-        # The output's gradient before its routing weight; times the activation it is also the weight's gradient.
-        grad_act_Rf = _clear_tail(_multiply_back(grad_y_RD, down, rows), rows)
-        grad_weight_R = (wide(grad_act_Rf) * wide(act_Rf)).sum(-1)
-        grad_weights = weights_TA.new_zeros(weights_TA.numel())
-        grad_weights[rows.pair_R] = grad_weight_R.to(weights_TA.dtype)
-        grad_down = grad_gate_up = None
-        if ctx.needs_input_grad[3]:
-            grad_down = _weight_gradient((grad_y_RD * weight_R[:, None]).to(x_TD.dtype), act_Rf, rows)
-        grad_act_Rf = (grad_act_Rf * weight_R[:, None]).to(x_TD.dtype)
-        grad_gate = grad_act_Rf * up * (sigmoid + silu * (1 - sigmoid))
-        grad_gate_up_R2f = torch.cat([grad_gate, grad_act_Rf * silu], dim=-1)
-        if ctx.needs_input_grad[2]:
-            grad_gate_up = _weight_gradient(grad_gate_up_R2f, x_TD[rows.token_R], rows)
-        grad_rows_RD = _multiply_back(grad_gate_up_R2f, gate_up, rows)
-        grad_x_TD = _sum_by_token(grad_rows_RD, None, rows, num_tokens=num_tokens, num_active=num_active)
-        return grad_x_TD.to(x_TD.dtype), grad_weights.view_as(weights_TA), grad_gate_up, grad_down, None
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        for_weights = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        gradients = experts_backward(grad_TD, *ctx.saved_tensors, rows=ctx.rows, for_weights=for_weights)
+        return *gradients, None
+
+
+class _GatheredExperts(torch.autograd.Function):
+    """The experts of the whole group on this rank's tokens: slices are gathered, and gathered again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_tD: Tensor, weights_tA: Tensor, gate_up: Tensor, down: Tensor, rows: Rows, group: ProcessGroup
+    ) -> Tensor:
+        whole_gate_up, whole_down = gather_slices(gate_up, down, group)
+        products = experts_forward(x_tD, weights_tA, whole_gate_up, whole_down, rows=rows)
+        ctx.rows, ctx.group = rows, group
+        ctx.save_for_backward(x_tD, weights_tA, gate_up, down, products.gate_up_R2f)
+        return products.out_TD
+
+    @staticmethod
+    def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor | None, ...]:
+        x_tD, weights_tA, gate_up, down, gate_up_R2F = ctx.saved_tensors
+        whole_gate_up, whole_down = gather_slices(gate_up, down, ctx.group)
+        gradients = experts_backward(grad_tD, x_tD, weights_tA, whole_gate_up, whole_down, gate_up_R2F, rows=ctx.rows)
+        assert gradients.gate_up is not None
+        assert gradients.down is not None
+        home = scatter_slices(gradients.gate_up, gradients.down, ctx.group)
+        return gradients.x_TD, gradients.weights_TA, *home, None, None
+
+
+class Slices(NamedTuple):
+    """Weights of experts, whole or a rank's slice of each: gate_up [E, 2F, D] and down [E, D, F]."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
+def gather_slices(gate_up: Tensor, down: Tensor, group: ProcessGroup) -> Slices:
+    """Every rank's slice of every expert, put together: F/N rows of gate, of up, and columns of down from each."""
+    num_experts, twice_width, hidden = gate_up.shape
+    halves = all_gather_rows(gate_up[None], group).unflatten(2, (2, twice_width // 2))  # [N, E, 2, f, D]
+    whole_gate_up = halves.permute(1, 2, 0, 3, 4).reshape(num_experts, -1, hidden)
+    whole_down = all_gather_rows(down[None], group).permute(1, 2, 0, 3).reshape(num_experts, hidden, -1)
+    return Slices(whole_gate_up, whole_down)
+
+
+def scatter_slices(gate_up: Tensor, down: Tensor, group: ProcessGroup) -> Slices:
+    """The sum over the ranks of whole gradients, of which each rank keeps its slice."""
+    size = dist.get_world_size(group)
+    num_experts, _, hidden = gate_up.shape
+    halves = gate_up.unflatten(1, (2, size, -1)).permute(2, 0, 1, 3, 4)  # [N, E, 2, f, D]
+    own_gate_up = reduce_scatter_rows(halves, group).reshape(num_experts, -1, hidden)
+    columns = down.unflatten(2, (size, -1)).permute(2, 0, 1, 3)  # [N, E, D, f]
+    return Slices(own_gate_up, reduce_scatter_rows(columns, group)[0])

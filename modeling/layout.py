@@ -64,6 +64,10 @@ class BatchSizes:
     block_size: int
 
 
+# How tokens meet the experts that several ranks share; dispatch.py has them.
+STRATEGIES = ("gather_tokens", "gather_weights", "all_to_all")
+
+
 def divisors(number: int) -> list[int]:
     """All positive divisors in ascending order."""
     return [d for d in range(1, number + 1) if number % d == 0]
@@ -106,6 +110,7 @@ class LayoutRequest:
     layout: ParallelLayout
     world_size: int
     batch: BatchSizes | None = None
+    strategy: str = "gather_tokens"
     row_alignment: int = field(default=1)  # elements; 8 for bf16 and 4 for fp32 in torch's grouped product
 
 
@@ -115,7 +120,7 @@ def layout_faults(request: LayoutRequest) -> list[str]:
     if layout.tp < 1 or layout.ep < 1 or layout.dp < 1:
         return list(_count_faults(layout))
     faults = [*_world_faults(request), *_attention_faults(request), *_expert_faults(request)]
-    return [*faults, *_batch_faults(request), *_alignment_faults(request)]
+    return [*faults, *_strategy_faults(request), *_batch_faults(request), *_alignment_faults(request)]
 
 
 def fitting_layouts(
@@ -205,6 +210,19 @@ def _expert_faults(request: LayoutRequest) -> Iterator[str]:
         yield (
             f"moe_intermediate_size={sizes.moe_intermediate_size} cannot be cut into etp={layout.etp} slices; "
             f"{_ep_choices(sizes, layout.tp)}"
+        )
+
+
+def _strategy_faults(request: LayoutRequest) -> Iterator[str]:
+    strategy, layout = request.strategy, request.layout
+    needed = {"gather_tokens": layout.ep, "gather_weights": 1, "all_to_all": layout.tp}
+    if strategy not in needed:
+        yield f"strategy={strategy!r} is unknown; choose one of {list(STRATEGIES)}"
+    elif request.sizes.num_moe_layers and layout.ep != needed[strategy]:
+        holds = "a slice of every expert" if strategy == "gather_weights" else "whole experts"
+        yield (
+            f"strategy={strategy} needs {holds} on each rank: ep={needed[strategy]} with tp={layout.tp}, "
+            f"not ep={layout.ep}"
         )
 
 

@@ -104,7 +104,10 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         super().__init__(config)
         self.mesh = mesh or one_rank_mesh()
         layout = self.mesh.layout
-        check_layout(LayoutRequest(sizes=config.sizes, layout=layout, world_size=layout.world_size))
+        request = LayoutRequest(
+            sizes=config.sizes, layout=layout, world_size=layout.world_size, strategy=config.strategy
+        )
+        check_layout(request)
         if self.mesh.group is not None and config.attention_dropout > 0:
             raise ValueError(
                 f"attention_dropout={config.attention_dropout} is not supported when tp={self.mesh.layout.tp} ranks "

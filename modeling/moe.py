@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from .collectives import gather_tokens, scatter_tokens
 from .config import GatherMoeConfig
-from .dispatch import Dispatch, dispatch_by_gathering_tokens
+from .dispatch import Dispatch, dispatch
 from .experts import GatherMoeExperts
 from .linear import Linear
 from .mesh import ParallelMesh
@@ -17,7 +17,7 @@ class GatherMoeSparseBlock(nn.Module):
 
     def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.strategy = mesh, config.strategy
         self.gate = GatherMoeRouter(config)
         self.experts = GatherMoeExperts(config, mesh=mesh)
 
@@ -26,7 +26,8 @@ class GatherMoeSparseBlock(nn.Module):
     ) -> tuple[Tensor, Routing]:
         """This rank's normed tokens [t, D] -> their outputs [t, D], and how they were routed."""
         routing = self.gate(x_tD, weight=router_weight, token_mask_t=token_mask_t)
-        return dispatch_by_gathering_tokens(Dispatch(x_tD, routing, self.experts, self.mesh)), routing
+        work = Dispatch(x_tD, routing, self.experts, self.mesh)
+        return dispatch(work, strategy=self.strategy), routing
 
 
 class GatherMoeMlp(nn.Module):

@@ -154,6 +154,7 @@ def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
         "logits_z_loss_coef": arguments.logits_z_loss_coef,
         "balance_scope": arguments.balance_scope,
         "experts_backend": request.settings.parallel.experts_backend,
+        "strategy": request.settings.parallel.strategy,
         "use_cache": False,
     }
     config = GatherMoeConfig(**request.model, **of_this_run)

@@ -4,10 +4,11 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -177,22 +178,23 @@ def test_r_ckpt_10_a_full_disk_on_one_rank_fails_all_alike_and_leaves_the_previo
     verify_checkpoint(tmp_path / "step-10", ranks=OneRank())
 
 
-@pytest.fixture
-def small_files_only() -> Any:
-    """The kernel cuts every file off at 4096 bytes, as a quota does."""
-    import resource
-
+@contextmanager
+def small_files_only() -> Iterator[None]:
+    """The kernel cuts every file off at 4096 bytes, as a quota does; not for longer than it takes, for it is meant for
+    this whole process, its log included."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_r_ckpt_10_a_save_cut_off_by_the_system_removes_its_partial_files(
-    small_files_only: None, tmp_path: Path
-) -> None:
-    save(tmp_path, 10, write=write_file("small"))
-    with pytest.raises(CheckpointWriteError, match=r"File too large.* 4,096 bytes were written .* untouched: step-10"):
+def test_r_ckpt_10_a_save_cut_off_by_the_system_removes_its_partial_files(tmp_path: Path) -> None:
+    with small_files_only():
+        save(tmp_path, 10, write=write_file("small"))
+    message = r"File too large.* 4,096 bytes were written .* untouched: step-10"
+    with pytest.raises(CheckpointWriteError, match=message), small_files_only():
         save(tmp_path, 20)
     assert entries(tmp_path) == ["latest", "step-10"]
 

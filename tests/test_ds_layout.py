@@ -161,8 +161,19 @@ def test_parallel_options_name_what_auto_became() -> None:
     [
         ({"cuda_graph": True}, '"parallel.cuda_graph": True is not available in this version; use "auto" or false'),
         ({"overlap": True}, '"parallel.overlap": True is not available in this version; use "auto" or false'),
-        ({"strategy": "all_to_all"}, '"parallel.strategy": "all_to_all" is not available in this version'),
-        ({"strategy": "magic"}, "\"parallel.strategy\": 'magic' is unknown"),
+        (
+            {"strategy": "auto"},
+            "'auto' is not one of gather_tokens, gather_weights, all_to_all (\"auto\" is not available",
+        ),
+        (
+            {"strategy": "magic"},
+            "\"parallel.strategy\": 'magic' is not one of gather_tokens, gather_weights, all_to_all",
+        ),
+        ({"strategy": "all_to_all", "tp": 2, "ep": 1}, "needs whole experts on each rank: ep=2 with tp=2, not ep=1"),
+        (
+            {"strategy": "gather_weights", "tp": 2, "ep": 2},
+            "needs a slice of every expert on each rank: ep=1 with tp=2",
+        ),
         ({"experts_backend": "fast"}, "\"parallel.experts_backend\": 'fast' is not one of auto, loop, grouped"),
         ({"experts_backend": "grouped", "tp": 4, "ep": 1}, "moe_intermediate_size / etp=2 must be a multiple of 4"),
         (["tp"], "\"parallel\" must be an object of keys and values, got ['tp']"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modeling import collectives
 from modeling.config import GatherMoeConfig
-from modeling.dispatch import Dispatch, dispatch_by_gathering_tokens
+from modeling.dispatch import Dispatch, dispatch
 from modeling.mesh import one_rank_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.router import GatherMoeRouter, Routing
@@ -44,7 +44,7 @@ def _block_gradients(
     (out_tD * cotangent_tD).sum().backward()
     weights_tA = routing.weights_tA.detach().requires_grad_()
     fixed = Routing(routing.logits_tE, routing.expert_ids_tA, weights_tA)
-    out_again_tD = dispatch_by_gathering_tokens(Dispatch(x_tD.detach(), fixed, block.experts, mesh))
+    out_again_tD = dispatch(Dispatch(x_tD.detach(), fixed, block.experts, mesh), strategy="gather_tokens")
     (out_again_tD * cotangent_tD).sum().backward()
     assert x_tD.grad is not None
     assert weights_tA.grad is not None

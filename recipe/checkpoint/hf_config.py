@@ -71,7 +71,7 @@ def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens:
     }
     if model_type == NATIVE:
         values = {**config.to_diff_dict(), **common, "auto_map": AUTO_MAP, "architectures": ["GatherMoeForCausalLM"]}
-        values["experts_backend"] = "auto"
+        values |= {"experts_backend": "auto", "strategy": "gather_tokens"}
     else:
         values = _stock_dict(config, model_type, common)
     # Readers that are older than transformers 5 look for these names.

@@ -10,6 +10,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from modeling.layout import (
+    STRATEGIES,
     BatchSizes,
     LayoutRequest,
     ModelSizes,
@@ -26,8 +27,6 @@ MICRO_KEY = "train_micro_batch_size_per_gpu"
 ACCUMULATION_KEY = "gradient_accumulation_steps"
 TOTAL_KEY = "train_batch_size"
 
-STRATEGIES = ("gather_tokens",)
-PLANNED_STRATEGIES = ("all_to_all", "gather_weights", "auto")
 EXPERTS_BACKENDS = ("loop", "grouped")
 
 
@@ -80,6 +79,7 @@ class _Search:
     wish: BatchWish
     block_size: int
     row_alignment: int
+    strategy: str
 
     def faults_of(self, layout: ParallelLayout) -> list[str]:
         """Every rule that `layout` breaks, with the batch that it would get."""
@@ -89,6 +89,7 @@ class _Search:
             layout=layout,
             world_size=self.ranks.world_size,
             batch=batch,
+            strategy=self.strategy,
             row_alignment=self.row_alignment,
         )
         faults, evaluated = layout_faults(request), self.wish.evaluated
@@ -134,6 +135,7 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, row_
         wish=_batch_wish(sources),
         block_size=sources.arguments.block_size,
         row_alignment=row_alignment if backend == "grouped" else 1,
+        strategy=_strategy(sources, block=block),
     )
     layout = _choose_layout(sources, block=block, search=search)
     batch = solve_batch(search.wish, dp=layout.dp)
@@ -142,7 +144,9 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, row_
     sources.notes.append(
         f"{TOTAL_KEY} {batch.total} = micro {batch.micro} x accum {batch.accumulation} x dp {layout.dp}"
     )
-    return Settled(layout, batch, _options(sources, block=block, layout=layout, backend=backend))
+    return Settled(
+        layout, batch, _options(sources, block=block, layout=layout, strategy=search.strategy, backend=backend)
+    )
 
 
 def solve_batch(wish: BatchWish, *, dp: int) -> Batch:
@@ -206,7 +210,7 @@ def _choose_layout(sources: Sources, *, block: Mapping[str, Any], search: _Searc
     world_size = search.ranks.world_size
     tp, ep = (_size(sources, block=block, key=key) for key in ("tp", "ep"))
     if tp is not None:
-        shares = allowed_ep(search.sizes, tp) if tp >= 1 else []
+        shares = allowed_ep(search.sizes, tp) if tp >= 1 and search.strategy != "gather_weights" else []
         layout = ParallelLayout(
             dp=max(1, world_size // max(1, tp)), tp=tp, ep=ep if ep is not None else max(shares, default=1)
         )
@@ -253,14 +257,18 @@ def _experts_backend(sources: Sources, *, block: Mapping[str, Any], device: str)
     return str(backend)
 
 
-def _options(sources: Sources, *, block: Mapping[str, Any], layout: ParallelLayout, backend: str) -> ParallelOptions:
+def _strategy(sources: Sources, *, block: Mapping[str, Any]) -> str:
     strategy = block.get("strategy", STRATEGIES[0])
-    if strategy in PLANNED_STRATEGIES:
-        sources.faults.append(
-            f'"parallel.strategy": "{strategy}" is not available in this version; use "gather_tokens"'
-        )
-    elif strategy not in STRATEGIES:
-        sources.faults.append(f'"parallel.strategy": {strategy!r} is unknown; use "gather_tokens"')
+    if strategy not in STRATEGIES:
+        later = ' ("auto" is not available in this version)' if strategy == "auto" else ""
+        sources.faults.append(f'"parallel.strategy": {strategy!r} is not one of {", ".join(STRATEGIES)}{later}')
+        return STRATEGIES[0]
+    return str(strategy)
+
+
+def _options(
+    sources: Sources, *, block: Mapping[str, Any], layout: ParallelLayout, strategy: str, backend: str
+) -> ParallelOptions:
     for key, what in (("cuda_graph", "steps run eagerly"), ("overlap", "transfers are not overlapped with products")):
         value = block.get(key, "auto")
         if value == "auto":
@@ -270,7 +278,7 @@ def _options(sources: Sources, *, block: Mapping[str, Any], layout: ParallelLayo
     return ParallelOptions(
         tp=layout.tp,
         ep=layout.ep,
-        strategy=str(strategy),
+        strategy=strategy,
         cuda_graph=False,
         overlap=False,
         experts_backend=backend,

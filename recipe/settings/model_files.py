@@ -57,7 +57,7 @@ LOSS_SETTINGS = ("router_aux_loss_coef", "router_z_loss_coef", "logits_z_loss_co
 # Say nothing about the function the model computes, or are the tokenizer's or the run's to say.
 WITHOUT_EFFECT = (
     *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_experts_implementation"),
-    *("_name_or_path", "architectures", "attn_implementation", "auto_map", "dtype", "experts_backend"),
+    *("_name_or_path", "architectures", "attn_implementation", "auto_map", "dtype", "experts_backend", "strategy"),
     *("experts_implementation", "finetuning_task", "id2label", "label2id", "max_window_layers", "model_type"),
     *("name_or_path", "num_labels", "output_router_logits", "prefix", "task_specific_params", "tf_legacy_loss"),
     *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_bfloat16", "use_cache"),

@@ -1,0 +1,187 @@
+"""Every strategy, layout and number of active experts, under adversarial routing, against all experts on one rank."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.config import STRATEGIES
+from modeling.dispatch import Dispatch, dispatch
+from modeling.experts import GatherMoeExperts
+from modeling.layout import ParallelLayout, divisors
+from modeling.mesh import build_mesh, one_rank_mesh
+from modeling.router import Routing, route
+from modeling.shard_table import ShardTable
+from modeling.sharding import cut, join
+from tests.parity import (
+    Case,
+    check_against_referee,
+    full_state,
+    join_ranks,
+    mixed_config,
+    our_run,
+    referee_run,
+    tiny_config,
+)
+from tests.ranks import run_ranks
+
+NUM_TOKENS, NUM_EXPERTS, HIDDEN, WIDTH = 24, 8, 16, 16
+ROUTINGS = ("random", "all to one", "last rank idle", "one expert idle", "ties", "padding")
+
+
+class Answer(NamedTuple):
+    """Output and every gradient, whole tensors."""
+
+    out: Tensor
+    x: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def valid_layouts(strategy: str, size: int) -> list[int]:
+    """The ep that a strategy works with in a group of `size`."""
+    return {"gather_tokens": divisors(size), "gather_weights": [1], "all_to_all": [size]}[strategy]
+
+
+def make_config(num_active: int, *, backend: str, strategy: str) -> Any:
+    return tiny_config(
+        hidden_size=HIDDEN,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=num_active,
+        moe_intermediate_size=WIDTH,
+        experts_backend=backend,
+        strategy=strategy,
+    )
+
+
+def choose(kind: str, num_active: int) -> tuple[Tensor, Tensor]:
+    """Expert ids [T, A] and weights [T, A] of all tokens."""
+    generator = torch.Generator().manual_seed(num_active)
+    logits = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator, dtype=torch.float64)
+    if kind == "all to one":
+        logits[:, : NUM_EXPERTS - num_active + 1] -= 100.0
+        logits[:, 2] += 300.0
+    elif kind == "last rank idle":
+        logits[:, -NUM_EXPERTS // 4 :] -= 100.0
+    elif kind == "one expert idle":
+        logits[:, 3] -= 100.0
+    elif kind == "ties":
+        logits[:] = 0.0
+    mask = torch.arange(NUM_TOKENS) % 3 > 0 if kind == "padding" else None
+    routing = route(logits, num_active=num_active, renormalise=True, token_mask_t=mask)
+    return routing.expert_ids_tA, routing.weights_tA
+
+
+def whole_numbers(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, the output's gradient, and both weights."""
+    generator = torch.Generator().manual_seed(9)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return (
+        draw(NUM_TOKENS, HIDDEN),
+        draw(NUM_TOKENS, HIDDEN),
+        draw(NUM_EXPERTS, 2 * WIDTH, HIDDEN) * 0.3,
+        draw(NUM_EXPERTS, HIDDEN, WIDTH) * 0.3,
+    )
+
+
+def reference(num_active: int, kind: str, dtype: torch.dtype) -> Answer:
+    """Token by token and expert by expert, by autograd."""
+    x, grad, gate_up, down = (tensor.requires_grad_(i != 1) for i, tensor in enumerate(whole_numbers(dtype)))
+    ids, weights = choose(kind, num_active)
+    weights = weights.to(dtype).detach().requires_grad_()
+    rows = []
+    for token in range(NUM_TOKENS):
+        total = torch.zeros(HIDDEN, dtype=dtype)
+        for slot in range(num_active):
+            expert = int(ids[token, slot])
+            if expert < NUM_EXPERTS:
+                gate, up = (gate_up[expert] @ x[token]).chunk(2)
+                total = total + weights[token, slot] * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+        rows.append(total)
+    out = torch.stack(rows)
+    out.backward(grad)
+    zeros = torch.zeros_like(weights)
+    found = (x.grad, weights.grad if weights.grad is not None else zeros, gate_up.grad, down.grad)
+    return Answer(out.detach(), *found)
+
+
+def sharded_answers(rank: int, world_size: int, backend: str, dtype: torch.dtype) -> dict[Any, Any]:
+    """This rank's outputs and gradients of every case."""
+    meshes = {1: one_rank_mesh()}
+    if world_size > 1:
+        layouts = [ParallelLayout(tp=world_size, ep=ep) for ep in divisors(world_size)]
+        meshes = {layout.ep: build_mesh(layout, num_key_value_heads=2) for layout in layouts}
+    answers = {}
+    for strategy, num_active, kind in itertools.product(STRATEGIES, (1, 2, 3, 8), ROUTINGS):
+        for ep in valid_layouts(strategy, world_size):
+            answers[strategy, num_active, kind, ep] = one_answer(meshes[ep], strategy, num_active, kind, backend, dtype)
+    return answers
+
+
+def one_answer(mesh: Any, strategy: str, num_active: int, kind: str, backend: str, dtype: torch.dtype) -> Any:
+    size, rank = mesh.layout.tp, mesh.group_rank
+    table = ShardTable(mesh.layout, 2, "none")
+    x, grad, gate_up, down = whole_numbers(dtype)
+    experts = GatherMoeExperts(make_config(num_active, backend=backend, strategy=strategy), mesh=mesh).to(dtype)
+    for name, whole in (("gate_up_proj", gate_up), ("down_proj", down)):
+        shard = table.shard(f"model.layers.0.mlp.experts.{name}", tuple(whole.shape), group_rank=rank)
+        experts.get_parameter(name).data.copy_(cut(whole, shard))
+    ids, weights = choose(kind, num_active)
+    here = slice(rank * NUM_TOKENS // size, (rank + 1) * NUM_TOKENS // size)
+    x_tD, weights_tA = x[here].requires_grad_(), weights.to(dtype)[here].detach().requires_grad_()
+    routing = Routing(torch.empty(0), ids[here], weights_tA)
+    out = dispatch(Dispatch(x_tD, routing, experts, mesh), strategy=strategy)
+    out.backward(grad[here])
+    return out.detach(), x_tD.grad, weights_tA.grad, experts.gate_up_proj.grad, experts.down_proj.grad
+
+
+def join_answer(by_rank: list[Any], layout: ParallelLayout) -> Answer:
+    table = ShardTable(layout, 2, "none")
+    rows = [torch.cat([answer[i] for answer in by_rank]) for i in range(3)]
+    shapes = {"gate_up_proj": (NUM_EXPERTS, 2 * WIDTH, HIDDEN), "down_proj": (NUM_EXPERTS, HIDDEN, WIDTH)}
+    whole = []
+    for i, (name, shape) in enumerate(shapes.items(), start=3):
+        shards = [
+            table.shard(f"model.layers.0.mlp.experts.{name}", shape, group_rank=rank) for rank in range(layout.tp)
+        ]
+        whole.append(join([(answer[i], shard) for answer, shard in zip(by_rank, shards, strict=True)]))
+    return Answer(*rows, *whole)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"),
+    [("loop", torch.float64, 1e-12), ("loop", torch.float32, 1e-5), ("grouped", torch.float32, 1e-5)],
+    ids=["loop-float64", "loop-float32", "grouped-float32"],
+)
+def test_every_strategy_equals_one_rank(world_size: int, backend: str, dtype: torch.dtype, tolerance: float) -> None:
+    by_rank = run_ranks(sharded_answers, world_size, backend, dtype)
+    wanted = {
+        (num_active, kind): reference(num_active, kind, torch.float64)
+        for num_active, kind in itertools.product((1, 2, 3, 8), ROUTINGS)
+    }
+    for strategy, num_active, kind, ep in by_rank[0]:
+        key = (strategy, num_active, kind, ep)
+        got = join_answer([answers[key] for answers in by_rank], ParallelLayout(tp=world_size, ep=ep))
+        for name, tensor in got._asdict().items():
+            want = getattr(wanted[num_active, kind], name)
+            scale = max(want.abs().max().item(), 1.0)
+            error = (tensor.double() - want).abs().max().item()
+            assert error <= tolerance * scale, (key, name, error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("strategy", "ep"), [("gather_weights", 1), ("all_to_all", 2)])
+def test_training_matches_one_plain_process_with_every_strategy(strategy: str, ep: int, stage: int) -> None:
+    case = Case(dp=2, tp=2, ep=ep, stage=stage, accumulation=3, checkpointing=stage == 3)
+    config = mixed_config(strategy=strategy)
+    state = full_state(config)
+    got = join_ranks(run_ranks(our_run, 4, config, state, case), config, case)
+    check_against_referee(got, referee_run(config, state, case))
