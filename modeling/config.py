@@ -26,7 +26,7 @@ class GatherMoeConfig(PreTrainedConfig):
     router_z_loss_coef     weight of the router's z-loss (ST-MoE, 2202.08906, eq. 5), mean over tokens and layers
     logits_z_loss_coef     weight of the z-loss on the vocabulary's logits (PaLM, 2204.02311, §5), mean over targets
     balance_scope          what the balance loss is computed over: each "sequence", or each "micro_batch"
-    strategy               how tokens meet experts that several ranks share; see dispatch.py
+    strategy               how tokens meet experts that several ranks share, see dispatch.py; "auto" is what sends least
     experts_backend        "auto" is "loop" on CPU and "grouped" on a GPU; see experts.py
     """
 

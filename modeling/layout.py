@@ -64,8 +64,8 @@ class BatchSizes:
     block_size: int
 
 
-# How tokens meet the experts that several ranks share; dispatch.py has them.
-STRATEGIES = ("gather_tokens", "gather_weights", "all_to_all")
+# How tokens meet the experts that several ranks share; dispatch.py has them, cost.py decides for "auto".
+STRATEGIES = ("gather_tokens", "gather_weights", "all_to_all", "auto")
 
 
 def divisors(number: int) -> list[int]:
@@ -215,7 +215,7 @@ def _expert_faults(request: LayoutRequest) -> Iterator[str]:
 
 def _strategy_faults(request: LayoutRequest) -> Iterator[str]:
     strategy, layout = request.strategy, request.layout
-    needed = {"gather_tokens": layout.ep, "gather_weights": 1, "all_to_all": layout.tp}
+    needed = {"gather_tokens": layout.ep, "gather_weights": 1, "all_to_all": layout.tp, "auto": layout.ep}
     if strategy not in needed:
         yield f"strategy={strategy!r} is unknown; choose one of {list(STRATEGIES)}"
     elif request.sizes.num_moe_layers and layout.ep != needed[strategy]:

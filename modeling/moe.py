@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from .collectives import gather_tokens, scatter_tokens
 from .config import GatherMoeConfig
+from .cost import MoeTraffic, choose_strategy
 from .dispatch import Dispatch, dispatch
 from .experts import GatherMoeExperts
 from .linear import Linear
@@ -17,7 +18,7 @@ class GatherMoeSparseBlock(nn.Module):
 
     def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh) -> None:
         super().__init__()
-        self.mesh, self.strategy = mesh, config.strategy
+        self.mesh, self.strategy, self.sizes = mesh, config.strategy, config.sizes
         self.gate = GatherMoeRouter(config)
         self.experts = GatherMoeExperts(config, mesh=mesh)
 
@@ -27,7 +28,20 @@ class GatherMoeSparseBlock(nn.Module):
         """This rank's normed tokens [t, D] -> their outputs [t, D], and how they were routed."""
         routing = self.gate(x_tD, weight=router_weight, token_mask_t=token_mask_t)
         work = Dispatch(x_tD, routing, self.experts, self.mesh)
-        return dispatch(work, strategy=self.strategy), routing
+        return dispatch(work, strategy=self.strategy_for(x_tD)), routing
+
+    def strategy_for(self, x_tD: Tensor) -> str:
+        """The configured strategy; for "auto" what sends least for as many tokens as there are."""
+        if self.strategy != "auto":
+            return self.strategy
+        layout = self.mesh.layout
+        traffic = MoeTraffic(
+            sizes=self.sizes,
+            layout=layout,
+            num_tokens=x_tD.shape[0] * layout.tp,
+            element_bytes=x_tD.element_size(),
+        )
+        return choose_strategy(traffic)
 
 
 class GatherMoeMlp(nn.Module):

@@ -162,10 +162,6 @@ def test_parallel_options_name_what_auto_became() -> None:
         ({"cuda_graph": True}, '"parallel.cuda_graph": True is not available in this version; use "auto" or false'),
         ({"overlap": True}, '"parallel.overlap": True is not available in this version; use "auto" or false'),
         (
-            {"strategy": "auto"},
-            "'auto' is not one of gather_tokens, gather_weights, all_to_all (\"auto\" is not available",
-        ),
-        (
             {"strategy": "magic"},
             "\"parallel.strategy\": 'magic' is not one of gather_tokens, gather_weights, all_to_all",
         ),
@@ -186,3 +182,12 @@ def test_parallel_values_that_cannot_hold_are_refused(parallel: Any, fault: str)
 def test_dropout_needs_a_group_of_one() -> None:
     assert "attention_dropout=0.1 cannot be used with tp=4" in faults_of(None, dropout=0.1)
     assert resolve({"parallel": {"tp": 1}}, dropout=0.1).layout.dp == 4
+
+
+def test_an_automatic_strategy_says_what_it_takes_for_the_shapes_at_hand() -> None:
+    small = {"strategy": "auto", "ep": 1, "tp": 2}
+    notes = resolve({"parallel": small}, "--per_device_train_batch_size=1", "--per_device_eval_batch_size=64").notes
+    said = [note for note in notes if "parallel.strategy" in note]
+    assert len(said) == 2
+    assert '"auto" takes gather_tokens for' in said[0]
+    assert '"auto" takes gather_weights for' in said[1]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.config import STRATEGIES
 from modeling.dispatch import Dispatch, dispatch
 from modeling.experts import GatherMoeExperts
 from modeling.layout import ParallelLayout, divisors
@@ -28,6 +27,7 @@ from tests.parity import (
 from tests.ranks import run_ranks
 
 NUM_TOKENS, NUM_EXPERTS, HIDDEN, WIDTH = 24, 8, 16, 16
+STRATEGIES = ("gather_tokens", "gather_weights", "all_to_all")
 ROUTINGS = ("random", "all to one", "last rank idle", "one expert idle", "ties", "padding")
 
 
@@ -185,3 +185,39 @@ def test_training_matches_one_plain_process_with_every_strategy(strategy: str, e
     state = full_state(config)
     got = join_ranks(run_ranks(our_run, 4, config, state, case), config, case)
     check_against_referee(got, referee_run(config, state, case))
+
+
+def losses_over_mixed_lengths(
+    rank: int, world_size: int, strategy: str, num_steps: int
+) -> tuple[list[float], set[str]]:
+    """Plain AdamW in float64 on a model shared by two ranks; the strategies that its layers took."""
+    from modeling.build import build_model
+
+    torch.manual_seed(0)
+    config = tiny_config(strategy=strategy)
+    mesh = build_mesh(ParallelLayout(tp=world_size, ep=1), num_key_value_heads=2)
+    model = build_model(config, mesh=mesh, seed=3, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, taken = [], set()
+    for step in range(num_steps):
+        # T* is 288 tokens: 2 sequences of 64 stay below it, 6 do not.
+        num_sequences = (2, 6)[step % 2]
+        ids = torch.randint(0, 50, (num_sequences, 64), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        taken.add(model.model.layers[0].mlp.strategy_for(torch.empty(num_sequences * 64 // world_size, 32)))
+    return losses, taken
+
+
+@pytest.mark.slow
+def test_switching_strategies_by_length_gives_the_curve_of_either_alone() -> None:
+    curves = {}
+    for strategy in ("gather_tokens", "gather_weights", "auto"):
+        curves[strategy], taken = run_ranks(losses_over_mixed_lengths, 2, strategy, 200, timeout_s=120.0)[0]
+        assert taken == ({"gather_tokens", "gather_weights"} if strategy == "auto" else {strategy})
+    for strategy in ("gather_weights", "auto"):
+        torch.testing.assert_close(curves[strategy], curves["gather_tokens"], atol=1e-5, rtol=0)
+    assert curves["auto"][-1] < curves["auto"][0]

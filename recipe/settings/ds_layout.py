@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
 
+from modeling.cost import MoeTraffic, choose_strategy, tokens_where_weights_pay
 from modeling.layout import (
     STRATEGIES,
     BatchSizes,
@@ -144,6 +145,8 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, row_
     sources.notes.append(
         f"{TOTAL_KEY} {batch.total} = micro {batch.micro} x accum {batch.accumulation} x dp {layout.dp}"
     )
+    if search.strategy == "auto" and layout.tp > 1:
+        sources.notes += _strategy_notes(search, layout)
     return Settled(
         layout, batch, _options(sources, block=block, layout=layout, strategy=search.strategy, backend=backend)
     )
@@ -260,10 +263,22 @@ def _experts_backend(sources: Sources, *, block: Mapping[str, Any], device: str)
 def _strategy(sources: Sources, *, block: Mapping[str, Any]) -> str:
     strategy = block.get("strategy", STRATEGIES[0])
     if strategy not in STRATEGIES:
-        later = ' ("auto" is not available in this version)' if strategy == "auto" else ""
-        sources.faults.append(f'"parallel.strategy": {strategy!r} is not one of {", ".join(STRATEGIES)}{later}')
+        sources.faults.append(f'"parallel.strategy": {strategy!r} is not one of {", ".join(STRATEGIES)}')
         return STRATEGIES[0]
     return str(strategy)
+
+
+def _strategy_notes(search: _Search, layout: ParallelLayout) -> Iterator[str]:
+    """What "auto" takes for the shapes of training and evaluation; the layer decides anew for every micro-batch."""
+    micro = solve_batch(search.wish, dp=layout.dp).micro
+    shapes = dict.fromkeys((micro, search.wish.evaluated or micro))
+    for num_tokens in (sequences * search.block_size for sequences in shapes):
+        traffic = MoeTraffic(sizes=search.sizes, layout=layout, num_tokens=num_tokens, element_bytes=2)
+        threshold = tokens_where_weights_pay(search.sizes)
+        yield (
+            f'"parallel.strategy": "auto" takes {choose_strategy(traffic)} for {num_tokens} tokens '
+            f"(weights travel less from {threshold:,.0f} on, where ep=1)"
+        )
 
 
 def _options(
