@@ -153,10 +153,10 @@ def _block(rank: int, _: int, ep: int, options: dict[str, Any], mode: bool) -> t
     return [out.detach(), x.grad, *gradients], ""
 
 
-@pytest.mark.parametrize("ep", [2, 1])
+@pytest.mark.parametrize(("strategy", "ep"), [("gather_tokens", 2), ("gather_tokens", 1), ("gather_weights", 1)])
 @pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
-def test_the_block_has_static_shapes(ep: int, qk_norm: str) -> None:
-    options = {"experts_backend": "grouped", "qk_norm": qk_norm}
+def test_the_block_has_static_shapes(strategy: str, ep: int, qk_norm: str) -> None:
+    options = {"experts_backend": "grouped", "qk_norm": qk_norm, "strategy": strategy}
     under_the_mode = run_ranks(_block, 2, ep, options, True)
     without = run_ranks(_block, 2, ep, options, False)
     for (tensors, refused), (want, _) in zip(under_the_mode, without, strict=True):
@@ -169,6 +169,11 @@ def test_the_block_has_static_shapes(ep: int, qk_norm: str) -> None:
 @pytest.mark.parametrize("ep", [2, 1])
 def test_the_loop_reads_counts_on_the_host(ep: int) -> None:
     for _, refused in run_ranks(_block, 2, ep, {"experts_backend": "loop"}, True):
+        assert refused == "tolist depends on data"
+
+
+def test_an_exchange_of_rows_reads_their_numbers_on_the_host() -> None:
+    for _, refused in run_ranks(_block, 2, 2, {"experts_backend": "grouped", "strategy": "all_to_all"}, True):
         assert refused == "tolist depends on data"
 
 
