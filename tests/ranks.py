@@ -8,6 +8,7 @@ wait has a limit; a failing rank brings its traceback home and ends the pool, an
 import atexit
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -114,13 +115,33 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    groups = _record_new_groups(dist)
     while True:
         try:
             function, args, kwargs = pipe.recv()
         except EOFError:
             return
+        # Of the last case, which all ranks are through with by now. Every group has threads of its own.
+        while groups:
+            dist.destroy_process_group(groups.pop())
         try:
             answer = (True, function(rank, world_size, *args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
+
+
+def _record_new_groups(dist: Any) -> list[Any]:
+    """The groups that meshes and runs make from now on; DeepSpeed keeps those of its own for later cases."""
+    groups: list[Any] = []
+    new_group = dist.new_group
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        group = new_group(*args, **kwargs)
+        caller = sys._getframe(1).f_globals["__name__"]
+        if caller in ("modeling.mesh", "run_pretrain") and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            groups.append(group)
+        return group
+
+    dist.new_group = recording
+    return groups
