@@ -13,11 +13,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+CALLS_PER_POOL = 40
 PRELOAD = ["torch", "torch.distributed", "deepspeed", "transformers", "transformers.models.qwen3_moe", "tests.ranks"]
 
 
@@ -30,9 +32,11 @@ class _Worker(NamedTuple):
     pipe: Connection
 
 
-class _Pool(NamedTuple):
+@dataclass
+class _Pool:
     workers: list[_Worker]
     folder: tempfile.TemporaryDirectory[str]
+    num_calls: int = 0
 
 
 _POOLS: dict[int, _Pool] = {}
@@ -46,7 +50,7 @@ def run_ranks(
     `function` must be importable (a module-level function of a test file). Raises RankError with the first
     traceback; the other ranks are ended, since they may be waiting in a collective.
     """
-    pool = _POOLS.get(world_size) or _start(world_size)
+    pool = _fresh_enough(world_size)
     deadline = time.monotonic() + timeout_s
     for worker in pool.workers:
         worker.pipe.send((function, args, kwargs))
@@ -75,6 +79,17 @@ def end_pools() -> None:
     """Stop every pool; called once at the end of the session."""
     for world_size in list(_POOLS):
         _end(world_size)
+
+
+def _fresh_enough(world_size: int) -> _Pool:
+    """The pool of this size, a new one from time to time: engines of DeepSpeed never quite go, nor do their threads."""
+    pool = _POOLS.get(world_size)
+    if pool is not None and pool.num_calls >= CALLS_PER_POOL:
+        _end(world_size)
+        pool = None
+    pool = pool or _start(world_size)
+    pool.num_calls += 1
+    return pool
 
 
 def _start(world_size: int) -> _Pool:
