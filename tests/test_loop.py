@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from tests.ranks import run_ranks
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
@@ -36,6 +38,7 @@ def test_r_loss_03_an_empty_step_is_counted_as_one_and_changes_nothing_but_weigh
     ]
 
 
+@pytest.mark.slow
 def test_r_log_02_tokens_are_counted_once_per_group_in_every_layout(tmp_path: Path) -> None:
     """The same global batch of 4 sequences at (1, 1), (1, 2) and (2, 2): the same count, loss and balance."""
     found = []

@@ -154,7 +154,7 @@ def join_answer(by_rank: list[Any], layout: ParallelLayout) -> Answer:
     return Answer(*rows, *whole)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("backend", "dtype", "tolerance"),
     [("loop", torch.float64, 1e-12), ("loop", torch.float32, 1e-5), ("grouped", torch.float32, 1e-5)],

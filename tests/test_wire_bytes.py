@@ -88,7 +88,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("strategy", "size", "ep"), CASES)
 def test_counted_bytes_equal_the_formula(strategy: str, size: int, ep: int, dtype: torch.dtype) -> None:
     for num_active in (1, 2):
