@@ -8,6 +8,8 @@ so ZeRO-3 can drop their gathered copies.
     grouped   torch's grouped product over a fixed number of rows, offsets on the device; nothing is read by the host
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -100,15 +102,19 @@ class GatherMoeExperts(nn.Module):
         )
 
 
+def _segments(ends: list[int]) -> Iterator[tuple[int, slice]]:
+    """Each expert and where its rows lie."""
+    for expert, (start, end) in enumerate(pairwise([0, *ends])):
+        yield expert, slice(start, end)
+
+
 def _multiply(x_RI: Tensor, weight_eOI: Tensor, rows: Rows) -> Tensor:
     """Each row times its expert's weight transposed: [R, I], [e, O, I] -> [R, O]."""
     if rows.ends is None:
         return F.grouped_mm(x_RI, weight_eOI.transpose(1, 2), offs=rows.offsets_e)
     out_RO = x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
-    start = 0
-    for expert, end in enumerate(rows.ends):
-        torch.mm(x_RI[start:end], weight_eOI[expert].t(), out=out_RO[start:end])
-        start = end
+    for expert, here in _segments(rows.ends):
+        torch.mm(x_RI[here], weight_eOI[expert].t(), out=out_RO[here])
     return out_RO
 
 
@@ -117,10 +123,8 @@ def _multiply_back(grad_RO: Tensor, weight_eOI: Tensor, rows: Rows) -> Tensor:
     if rows.ends is None:
         return F.grouped_mm(grad_RO, weight_eOI, offs=rows.offsets_e)
     out_RI = grad_RO.new_empty(grad_RO.shape[0], weight_eOI.shape[2])
-    start = 0
-    for expert, end in enumerate(rows.ends):
-        torch.mm(grad_RO[start:end], weight_eOI[expert], out=out_RI[start:end])
-        start = end
+    for expert, here in _segments(rows.ends):
+        torch.mm(grad_RO[here], weight_eOI[expert], out=out_RI[here])
     return out_RI
 
 
@@ -129,10 +133,8 @@ def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, rows: Rows) -> Tensor:
     if rows.ends is None:
         return F.grouped_mm(grad_RO.t(), x_RI, offs=rows.offsets_e)
     out_eOI = x_RI.new_empty(len(rows.ends), grad_RO.shape[1], x_RI.shape[1])
-    start = 0
-    for expert, end in enumerate(rows.ends):
-        torch.mm(grad_RO[start:end].t(), x_RI[start:end], out=out_eOI[expert])
-        start = end
+    for expert, here in _segments(rows.ends):
+        torch.mm(grad_RO[here].t(), x_RI[here], out=out_eOI[expert])
     return out_eOI
 
 
@@ -140,12 +142,10 @@ def _sum_by_token(y_RD: Tensor, weight_R: Tensor | None, rows: Rows, *, num_toke
     """Add every row, times its weight, to its token, in float32 at least and always in the same order: -> [T, D]."""
     out_TD = wide(y_RD).new_zeros(num_tokens, y_RD.shape[1])
     if rows.ends is not None:
-        start = 0
-        for end in rows.ends:
-            part = wide(y_RD[start:end])
-            part = part if weight_R is None else part * weight_R[start:end, None]
-            out_TD.index_add_(0, rows.token_R[start:end], part)
-            start = end
+        for _, here in _segments(rows.ends):
+            part = wide(y_RD[here])
+            part = part if weight_R is None else part * weight_R[here, None]
+            out_TD.index_add_(0, rows.token_R[here], part)
         return out_TD
     # On a device index_add adds in any order; so look up each pair's row instead and add slot after slot.
     num_rows = y_RD.shape[0]
@@ -154,11 +154,11 @@ def _sum_by_token(y_RD: Tensor, weight_R: Tensor | None, rows: Rows, *, num_toke
     assert rows.valid_R is not None
     scale_R = rows.valid_R.to(out_TD.dtype) if weight_R is None else weight_R
     for slot in row_of_pair.view(num_tokens, num_active).unbind(1):
-        here = slot.clamp(max=num_rows - 1)
-        taken = (slot < num_rows) & rows.valid_R[here]
+        row = slot.clamp(max=num_rows - 1)
+        taken = (slot < num_rows) & rows.valid_R[row]
         # Rows past the last offset are uninitialised memory, so mask by selection and never by multiplying with 0.
-        part = torch.where(taken[:, None], wide(y_RD[here]), 0.0)
-        out_TD += part * scale_R[here, None]
+        part = torch.where(taken[:, None], wide(y_RD[row]), 0.0)
+        out_TD += part * scale_R[row, None]
     return out_TD
 
 

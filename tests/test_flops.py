@@ -14,21 +14,8 @@ from recipe.flops import (
     sum_squared_lengths,
     table_peak,
 )
+from tests.resolving import TINY
 
-TINY = ModelSizes(
-    vocab_size=50,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    intermediate_size=0,
-    max_position_embeddings=64,
-    num_hidden_layers=2,
-    qk_norm="none",
-)
 QWEN3_30B = ModelSizes(
     vocab_size=151936,
     hidden_size=2048,

@@ -18,20 +18,8 @@ from modeling.layout import (
     kv_heads_fit,
     layout_faults,
 )
+from tests.resolving import TINY
 
-TINY = ModelSizes(
-    vocab_size=50,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    intermediate_size=0,
-    max_position_embeddings=64,
-    num_hidden_layers=2,
-)
 DENSE_FIRST = replace(TINY, dense_layers=(0,), intermediate_size=50)
 NO_EXPERTS = replace(TINY, num_experts=0, num_experts_per_tok=0, dense_layers=(0, 1), intermediate_size=48)
 
