@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from .collectives import sum_gradients
 from .config import GatherMoeConfig
+from .gathered_linear import gather_linear, linear_scatter
 from .linear import Linear
 from .mesh import ParallelMesh
 from .norm import RmsNorm, SplitNorm, rms_norm, split_rms_norms
 from .rope import RotaryTables, rotate
+from .wire import wire_of
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -126,7 +127,7 @@ def eager_attention(
 
 
 class GatherMoeAttention(nn.Module):
-    """Attention of the heads that this rank holds; the caller gathers the tokens before and sums the outputs after."""
+    """Attention of the heads that this rank holds: tokens are gathered before, sums over the heads scattered after."""
 
     is_causal = True
     sliding_window = None
@@ -134,7 +135,7 @@ class GatherMoeAttention(nn.Module):
     def __init__(self, config: GatherMoeConfig, *, layer_idx: int, mesh: ParallelMesh) -> None:
         super().__init__()
         sizes, tp = config.sizes, mesh.layout.tp
-        self.config, self.layer_idx, self.mesh = config, layer_idx, mesh
+        self.config, self.layer_idx, self.mesh, self.wire = config, layer_idx, mesh, wire_of(config)
         self.head_dim = sizes.head_dim
         self.num_heads = sizes.num_attention_heads // tp
         self.num_key_value_heads = max(sizes.num_key_value_heads // tp, 1)
@@ -152,29 +153,47 @@ class GatherMoeAttention(nn.Module):
             self.k_norm = SplitNorm(self.num_key_value_heads * self.head_dim)
 
     def forward(
-        self, hidden_states: Tensor, inputs: AttentionInputs, qk_norm: QkNormWeights | None = None
+        self,
+        hidden_states: Tensor,
+        inputs: AttentionInputs,
+        qk_norm: QkNormWeights | None = None,
+        *,
+        num_sequences: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [B, S, D] -> this rank's part of the output [B, S, D], to be summed over the group.
+        """hidden_states [B, S, D] on one process, this rank's tokens [t, D] of B sequences under a mesh -> the same.
 
         Also the attention weights where the attention function returns them. `qk_norm` replaces the per-head norms'
         own weights when the caller sums their gradients.
         """
-        q, k, v = self._project(hidden_states, qk_norm)
-        q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
-        if inputs.cache is not None:
-            k, v = inputs.cache.update(k, v, self.layer_idx)
-        out, weights = self._attend(q, k, v, inputs)
-        return self.o_proj(out.flatten(2)), weights
+        group = self.mesh.group
+        if group is None:
+            parts = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
+            out, weights = self._attend_to(parts, inputs, qk_norm)
+            return self.o_proj(out.flatten(2)), weights
+        assert num_sequences is not None
+        gathering = self.wire.gathering(hidden_states, group)
+        shared = sum_gradients([self.k_proj.weight, self.v_proj.weight], self.mesh.kv_group, upcast=False)
+        parts = gather_linear(hidden_states, [self.q_proj.weight, *shared], gathering=gathering)
+        out, weights = self._attend_to([part.unflatten(0, (num_sequences, -1)) for part in parts], inputs, qk_norm)
+        return linear_scatter(out.flatten(2).flatten(0, 1), self.o_proj.weight, chunks=gathering.chunks), weights
 
     def qk_norm_weights(self) -> list[Tensor]:
         """The weights of the norms of q and k."""
         return [self.q_norm.weight, self.k_norm.weight]
 
-    def _project(self, x: Tensor, qk_norm: QkNormWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, D] -> q [B, h, S, K], k and v [B, g, S, K], normalised and clipped."""
-        group: ProcessGroup | None = self.mesh.kv_group
-        k_weight, v_weight = sum_gradients([self.k_proj.weight, self.v_proj.weight], group, upcast=False)
-        q, k, v = self.q_proj(x), self.k_proj(x, weight=k_weight), self.v_proj(x, weight=v_weight)
+    def _attend_to(
+        self, parts: list[Tensor], inputs: AttentionInputs, qk_norm: QkNormWeights | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Projections q [B, S, hK], k and v [B, S, gK] -> [B, S, h, K], and the weights where there are any."""
+        q, k, v = self._split_heads(parts, qk_norm)
+        q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
+        if inputs.cache is not None:
+            k, v = inputs.cache.update(k, v, self.layer_idx)
+        return self._attend(q, k, v, inputs)
+
+    def _split_heads(self, parts: list[Tensor], qk_norm: QkNormWeights | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, S, hK], k and v [B, S, gK] -> [B, h, S, K] and [B, g, S, K], normalised and clipped."""
+        q, k, v = parts
         if self.config.qk_norm == "full":
             q, k = self._normalise_full_width(q, k)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))

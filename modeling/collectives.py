@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .transfers import RowSplits, Transfer, all_gather_rows, all_to_all_rows, reduce_scatter_rows, start_gather
+
 ID_BYTES = 2  # an expert's number on the wire
 
 
@@ -45,17 +47,6 @@ def sum_gradients(parameters: list[Tensor], group: ProcessGroup | None, *, upcas
     return list(_SumGradients.apply(group, upcast, *parameters))
 
 
-class RowSplits(NamedTuple):
-    """How many rows this rank sends to each rank of the group, and receives from each; host integers."""
-
-    send: list[int]
-    receive: list[int]
-
-    def turned(self) -> "RowSplits":
-        """The way back."""
-        return RowSplits(self.receive, self.send)
-
-
 def exchange_rows(x: Tensor, splits: RowSplits, group: ProcessGroup | None) -> Tensor:
     """Rows to whom they belong: [sum(send), ...] -> [sum(receive), ...], both in rank order. Backward: the way back."""
     return x if group is None else _ExchangeRows.apply(x, splits, group)
@@ -66,6 +57,27 @@ class GatheredRouting(NamedTuple):
 
     expert_ids_TA: Tensor
     weights_TA: Tensor
+
+
+class RoutingInFlight(NamedTuple):
+    """All ranks' ids and weights on their way, in one collective of bytes."""
+
+    transfer: Transfer
+    num_active: int
+    dtype: torch.dtype
+
+    def finish(self) -> GatheredRouting:
+        id_bytes, weight_bytes = self.transfer.finish().tensor_split([self.num_active * ID_BYTES], dim=1)
+        ids_TA = id_bytes.contiguous().view(torch.int16).long()
+        return GatheredRouting(ids_TA, weight_bytes.contiguous().view(self.dtype))
+
+
+def start_routing(ids_tA: Tensor, weights_tA: Tensor, group: ProcessGroup) -> RoutingInFlight:
+    """Start to gather ids and weights, 2 bytes per id and 4 (8 for float64) per weight, without a backward."""
+    id_bytes = ids_tA.to(torch.int16).contiguous().view(torch.uint8)
+    weight_bytes = weights_tA.detach().contiguous().view(torch.uint8)
+    transfer = start_gather(torch.cat([id_bytes, weight_bytes], dim=1), group)
+    return RoutingInFlight(transfer, ids_tA.shape[1], weights_tA.dtype)
 
 
 def gather_routing(ids_tA: Tensor, weights_tA: Tensor, group: ProcessGroup | None) -> GatheredRouting:
@@ -81,30 +93,6 @@ def gather_routing(ids_tA: Tensor, weights_tA: Tensor, group: ProcessGroup | Non
 def wide(x: Tensor) -> Tensor:
     """x in float32, or as it is where it is wider already."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def all_gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[t, ...] -> [T, ...] without a backward."""
-    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    # The name before torch 2.13, which warns from then on.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, x.contiguous(), group=group)
-    return out
-
-
-def reduce_scatter_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[T, ...] -> [t, ...] without a backward."""
-    out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, x.contiguous(), group=group)
-    return out
-
-
-def all_to_all_rows(x: Tensor, splits: RowSplits, group: ProcessGroup) -> Tensor:
-    """What `exchange_rows` does, without a backward."""
-    out = x.new_empty(sum(splits.receive), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), splits.receive, splits.send, group=group)
-    return out
 
 
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -187,13 +175,7 @@ class _GatherRouting(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids_tA: Tensor, weights_tA: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
         ctx.group = group
-        num_active = ids_tA.shape[1]
-        id_bytes = ids_tA.to(torch.int16).contiguous().view(torch.uint8)
-        weight_bytes = weights_tA.contiguous().view(torch.uint8)
-        bytes_T = all_gather_rows(torch.cat([id_bytes, weight_bytes], dim=1), group)
-        id_bytes, weight_bytes = bytes_T.tensor_split([num_active * ID_BYTES], dim=1)
-        ids_TA = id_bytes.contiguous().view(torch.int16).long()
-        weights_TA = weight_bytes.contiguous().view(weights_tA.dtype)
+        ids_TA, weights_TA = start_routing(ids_tA, weights_tA, group).finish()
         ctx.mark_non_differentiable(ids_TA)
         return ids_TA, weights_TA
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .linear import linear
 from .loss import Vocabulary, vocab_parallel_losses
 from .mesh import ParallelMesh
+from .transfers import Chunks, one_chunk
 
 
 class VocabularyPart(NamedTuple):
@@ -49,13 +50,18 @@ class VocabularyHead(nn.Linear):
         super().__init__(hidden_size, self.part.num_rows, bias=False)
         self.group = mesh.group
 
-    def forward(self, x: Tensor, *, targets: Tensor | None = None, z_coef: float = 0.0) -> Any:
-        """x [..., D] -> logits [..., v] of the rows here; with targets [...], the TokenLosses instead."""
+    def forward(
+        self, x: Tensor, *, targets: Tensor | None = None, z_coef: float = 0.0, chunks: Chunks | None = None
+    ) -> Any:
+        """x [..., D] -> logits [..., v] of the rows here; with targets [...], the TokenLosses instead.
+
+        For the losses x may be this rank's tokens [t, D] alone, the targets all ranks': `chunks` says how they are cut.
+        """
         if targets is None:
             return linear(x, self.weight)
         # On one process transformers may have resized the vocabulary.
         num_real = self.weight.shape[0] if self.group is None else self.part.num_real
         vocabulary = Vocabulary(self.part.first, num_real, self.group)
-        return vocab_parallel_losses(
-            x.flatten(0, -2), self.weight, targets.flatten(), vocabulary=vocabulary, z_coef=z_coef
-        )
+        x, targets_T = x.flatten(0, -2), targets.flatten()
+        chunks = chunks or one_chunk(x.shape[0])
+        return vocab_parallel_losses(x, self.weight, targets_T, vocabulary=vocabulary, chunks=chunks, z_coef=z_coef)

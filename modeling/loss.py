@@ -1,9 +1,10 @@
-"""Cross-entropy over a vocabulary split across ranks, chunk by chunk, and the router's auxiliary losses.
+"""Cross-entropy over a vocabulary split across ranks, chunk by chunk.
 
 Logits of all tokens never exist at once, forward or backward: each chunk's gradient is made in the forward, while its
 logits are at hand, and scaled by the incoming gradient later.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from .collectives import wide
 from .linear import autocast_inputs
-from .router import RouterStatistics
+from .transfers import Chunks, GatherInChunks, ScatterInChunks
 
 IGNORED = -100  # transformers' label for "no target here"
 CHUNK_BYTES = 2**24  # of float32 logits at a time on CPU, where caches are small
@@ -42,50 +43,74 @@ class Vocabulary(NamedTuple):
 
 
 def vocab_parallel_losses(
-    x_TD: Tensor, weight_vD: Tensor, targets_T: Tensor, *, vocabulary: Vocabulary, z_coef: float = 0.0
+    x_tD: Tensor, weight_vD: Tensor, targets_T: Tensor, *, vocabulary: Vocabulary, chunks: Chunks, z_coef: float = 0.0
 ) -> TokenLosses:
-    """Sum of cross-entropies of x_TD [T, D] against targets [T] (IGNORED where there is none).
+    """Sum of cross-entropies of all ranks' x_tD [t, D] against targets [T] (IGNORED where there is none).
 
-    weight_vD is this rank's rows of the head. The gradient for x is this rank's part, to be summed over the group;
-    the gradient for the weight is complete. Without any target both losses are 0 and so is every gradient.
+    weight_vD is this rank's rows of the head. Gradients are complete: x's is summed over the group in the forward,
+    where it is made. Without any target both losses are 0 and so is every gradient.
     """
     if not torch.is_grad_enabled():
         # A Function is told that a parameter needs its gradient even where none is recorded, as in evaluation.
-        x_TD, weight_vD = x_TD.detach(), weight_vD.detach()
-    x_TD, weight_vD = autocast_inputs(x_TD, weight_vD)
-    return TokenLosses(*_VocabParallelLosses.apply(x_TD, weight_vD, targets_T, vocabulary, z_coef))
+        x_tD, weight_vD = x_tD.detach(), weight_vD.detach()
+    x_tD, weight_vD = autocast_inputs(x_tD, weight_vD)
+    targets_T = chunks.to_chunk_order(targets_T)
+    return TokenLosses(*_VocabParallelLosses.apply(x_tD, weight_vD, targets_T, vocabulary, chunks, z_coef))
 
 
 class _VocabParallelLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_vD: Tensor, targets_T: Tensor, vocabulary: Vocabulary, z_coef: float
+        ctx: Any,
+        x_tD: Tensor,
+        weight_vD: Tensor,
+        targets_T: Tensor,
+        vocabulary: Vocabulary,
+        chunks: Chunks,
+        z_coef: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        budget = CHUNK_BYTES_CUDA if x_TD.is_cuda else CHUNK_BYTES
-        chunk = max(1, budget // (4 * weight_vD.shape[0]))
-        needs_grad = any(ctx.needs_input_grad)
-        exact = wide(x_TD[:0]).dtype
-        nll, z = x_TD.new_zeros((), dtype=exact), x_TD.new_zeros((), dtype=exact)
-        grad_x_TD = torch.zeros_like(x_TD) if needs_grad else None
-        grad_weight_vD = torch.zeros_like(weight_vD, dtype=exact) if needs_grad else None
-        for start in range(0, x_TD.shape[0], chunk):
-            here = slice(start, start + chunk)
-            part = _chunk_losses(x_TD[here], weight_vD, targets_T[here], vocabulary)
-            nll += part.nll
-            z += part.z
-            if grad_x_TD is not None and grad_weight_vD is not None:
-                grad_logits_cv = _chunk_gradient(part, z_coef).to(x_TD.dtype)
-                torch.mm(grad_logits_cv, weight_vD, out=grad_x_TD[here])
-                grad_weight_vD += grad_logits_cv.t() @ x_TD[here]
-        ctx.save_for_backward(grad_x_TD, grad_weight_vD)
+        gather = GatherInChunks(x_tD, chunks)
+        exact = wide(x_tD[:0]).dtype
+        nll, z = x_tD.new_zeros((), dtype=exact), x_tD.new_zeros((), dtype=exact)
+        grad_weight_vD = torch.zeros_like(weight_vD, dtype=exact) if any(ctx.needs_input_grad) else None
+        scatter = ScatterInChunks(torch.empty_like(x_tD), chunks)
+        for k in range(chunks.num_chunks):
+            x_cD, targets_c = gather.chunk(k), targets_T[chunks.gathered_rows(k)]
+            grad_x_cD = None if grad_weight_vD is None else torch.empty_like(x_cD)
+            for here in _token_slices(x_cD, weight_vD):
+                part = _chunk_losses(x_cD[here], weight_vD, targets_c[here], vocabulary)
+                nll += part.nll
+                z += part.z
+                if grad_x_cD is not None and grad_weight_vD is not None:
+                    grad_logits_cv = _chunk_gradient(part, z_coef).to(x_cD.dtype)
+                    torch.mm(grad_logits_cv, weight_vD, out=grad_x_cD[here])
+                    _add_product(grad_weight_vD, grad_logits_cv.t(), x_cD[here])
+            if grad_x_cD is not None:
+                scatter.add(k, grad_x_cD)
+        ctx.save_for_backward(None if grad_weight_vD is None else scatter.finish(), grad_weight_vD)
         ctx.weight_dtype = weight_vD.dtype
         ctx.mark_non_differentiable(nll, z)
         return nll + z_coef * z, nll, z
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_x_TD, grad_weight_vD = ctx.saved_tensors
-        return grad_x_TD * grad.to(grad_x_TD.dtype), (grad_weight_vD * grad).to(ctx.weight_dtype), None, None, None
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x_tD, grad_weight_vD = ctx.saved_tensors
+        grad_x_tD = grad_x_tD * grad.to(grad_x_tD.dtype)
+        return grad_x_tD, (grad_weight_vD * grad).to(ctx.weight_dtype), None, None, None, None
+
+
+def _token_slices(x_cD: Tensor, weight_vD: Tensor) -> Iterator[slice]:
+    """Tokens whose logits are made at a time."""
+    step = max(1, (CHUNK_BYTES_CUDA if x_cD.is_cuda else CHUNK_BYTES) // (4 * weight_vD.shape[0]))
+    return (slice(start, start + step) for start in range(0, x_cD.shape[0], step))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, by the product itself where the types allow."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 class _ChunkLosses(NamedTuple):
@@ -129,29 +154,3 @@ def _chunk_gradient(losses: _ChunkLosses, z_coef: float) -> Tensor:
     if z_coef:
         grad_cv *= (1 + 2 * z_coef * losses.log_partition_c)[:, None]
     return grad_cv.scatter_add_(1, losses.target_c[:, None], -losses.is_mine_c.to(grad_cv.dtype)[:, None])
-
-
-class AuxiliaryLosses(NamedTuple):
-    """Sums over valid tokens, one per MoE layer [L]; divide by the number of valid tokens of the batch for means."""
-
-    balance_L: Tensor
-    z_L: Tensor
-
-
-def auxiliary_losses(statistics: list[RouterStatistics], *, num_active: int, scope: str) -> AuxiliaryLosses:
-    """The balance loss and the router's z-loss of every MoE layer, from sums over the whole group.
-
-    Per layer and scope (a sequence, or the micro-batch) the balance loss is E * sum_i f_i * P_i, with f_i the choices
-    of expert i per valid token and P_i its mean probability (2101.03961, eq. 4-6; f sums to A here, as transformers
-    counts it), weighted by the scope's valid tokens. Only the sequence scope is the same for every dp, group
-    size and accumulation: f * P is not linear in the tokens.
-    """
-    counts_LBE = torch.stack([layer.counts_BE for layer in statistics])
-    probs_LBE = torch.stack([layer.probs_BE for layer in statistics])
-    if scope == "micro_batch":
-        counts_LBE, probs_LBE = counts_LBE.sum(1, keepdim=True), probs_LBE.sum(1, keepdim=True)
-    tokens_LB = counts_LBE.sum(-1) / num_active
-    num_experts = counts_LBE.shape[-1]
-    balance_LB = num_experts * (counts_LBE * probs_LBE).sum(-1) / tokens_LB.clamp(min=1.0)
-    z_LB = torch.stack([layer.z_B for layer in statistics])
-    return AuxiliaryLosses(balance_LB.sum(1), z_LB.sum(1))

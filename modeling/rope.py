@@ -39,6 +39,26 @@ def rotary_tables(config: Any, position_ids: Tensor, *, dtype: torch.dtype) -> R
 
 def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
     """x [B, heads, S, K] turned by its positions; channel i pairs with channel i + K/2, as in transformers."""
-    cos, sin = tables.cos.unsqueeze(1), tables.sin.unsqueeze(1)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return _Rotate.apply(x, tables.cos.unsqueeze(1), tables.sin.unsqueeze(1))
+
+
+class _Rotate(torch.autograd.Function):
+    """Its backward turns the gradient the other way; nothing but the tables is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, sign=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(grad, *ctx.saved_tensors, sign=-1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
+    """By the angles of the tables, or for sign=-1 back; both halves of the tables hold the same angles."""
+    out = x * cos
+    half = x.shape[-1] // 2
+    out[..., :half].addcmul_(x[..., half:], sin[..., half:], value=-sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., :half], value=sign)
+    return out

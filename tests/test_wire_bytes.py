@@ -3,11 +3,10 @@
 import math
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
+from ledger import Ledger, Sent, widest_routing_row
 
 from modeling.cost import MoeTraffic, choose_strategy, tokens_where_weights_pay
 from modeling.layout import ParallelLayout, divisors
@@ -19,45 +18,11 @@ from tests.ranks import run_ranks
 NUM_TOKENS = 48
 
 
-class Ledger:
-    """Counts what one rank sends in collectives, payload (floating point) apart from bytes and integers."""
-
-    def __init__(self) -> None:
-        self.payload = self.routing = 0.0
-
-    def add(self, tensor: torch.Tensor, num_bytes: float, *, is_weight_gradient: bool = False) -> None:
-        if tensor.is_floating_point() and not is_weight_gradient:
-            self.payload += num_bytes
-        else:
-            self.routing += num_bytes
-
-    def watch(self, size: int, num_active: int) -> Any:
-        """Patch torch.distributed; a ring sends (N-1)/N of the larger side, an exchange all rows but a rank's own."""
-        share, rank = (size - 1) / size, dist.get_rank()
-        gather, scatter, exchange = dist.all_gather_single, dist.reduce_scatter_single, dist.all_to_all_single
-
-        def gathered(out: Any, x: Any, **options: Any) -> Any:
-            self.add(out, share * out.numel() * out.element_size())
-            return gather(out, x, **options)
-
-        def scattered(out: Any, x: Any, **options: Any) -> Any:
-            narrow = x.shape[-1] == num_active
-            self.add(x, share * x.numel() * x.element_size(), is_weight_gradient=narrow)
-            return scatter(out, x, **options)
-
-        def exchanged(out: Any, x: Any, receive: Any, send: Any, **options: Any) -> Any:
-            rows = sum(send) - send[rank]
-            self.add(x, rows * x[0:1].numel() * x.element_size())
-            return exchange(out, x, receive, send, **options)
-
-        return patch.multiple(
-            dist, all_gather_single=gathered, reduce_scatter_single=scattered, all_to_all_single=exchanged
-        )
-
-
-def counted(rank: int, world_size: int, strategy: str, ep: int, num_active: int, dtype: Any) -> tuple[float, float]:
+def counted(
+    rank: int, world_size: int, strategy: str, ep: int, num_active: int, dtype: Any, options: dict[str, Any]
+) -> Sent:
     """One forward and backward of the MoE layer, every expert with the same number of tokens."""
-    config = tiny_config(num_experts=8, num_experts_per_tok=num_active, strategy=strategy)
+    config = tiny_config(num_experts=8, num_experts_per_tok=num_active, strategy=strategy, **options)
     mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
     torch.manual_seed(0)
     block = GatherMoeSparseBlock(config, mesh=mesh)
@@ -73,11 +38,10 @@ def counted(rank: int, world_size: int, strategy: str, ep: int, num_active: int,
         for expert in range(8):
             for token in range(8):
                 block.gate.weight[expert, token] = -float((expert - token) % 8)
-    ledger = Ledger()
-    with ledger.watch(world_size, num_active):
+    with Ledger(narrow_bytes=widest_routing_row(num_active)) as ledger:
         out, _ = block(x_tD.requires_grad_())
         out.float().sum().backward()
-    return ledger.payload, ledger.routing
+    return ledger.sent
 
 
 CASES = [
@@ -100,11 +64,35 @@ def test_counted_bytes_equal_the_formula(strategy: str, size: int, ep: int, dtyp
             element_bytes=dtype.itemsize,
         )
         want = traffic.wire_bytes(strategy)
-        by_rank = run_ranks(counted, size, strategy, ep, num_active, dtype)
+        by_rank = run_ranks(counted, size, strategy, ep, num_active, dtype, {})
         # The rows of an exchange differ from rank to rank; their mean is what the formula gives.
         payload, routing = (sum(column) / size for column in zip(*by_rank, strict=True))
         assert math.isclose(payload, want.payload, rel_tol=1e-12), (num_active, payload, want)
         assert math.isclose(routing, want.routing, rel_tol=1e-12), (num_active, routing, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "in_the_formula"),
+    [
+        ({"overlap": True, "overlap_chunks": 5}, {}),
+        ({"overlap": True, "overlap_chunks": 3, "regather": True}, {"regather": True}),
+        ({"token_dtype": "float8_e4m3", "combine_dtype": "float32"}, {"fp8_tokens": True, "sum_bytes": 4}),
+        ({"token_dtype": "float8_e4m3", "regather": True}, {"fp8_tokens": True, "regather": True}),
+    ],
+    ids=["chunks", "regather", "fp8 in, fp32 out", "fp8 twice"],
+)
+def test_options_of_the_wire_are_in_the_formula(options: dict[str, Any], in_the_formula: dict[str, Any]) -> None:
+    traffic = MoeTraffic(
+        sizes=tiny_config(num_experts=8, num_experts_per_tok=2).sizes,
+        layout=ParallelLayout(tp=2, ep=2),
+        num_tokens=NUM_TOKENS,
+        element_bytes=2,
+        **in_the_formula,
+    )
+    want = traffic.wire_bytes("gather_tokens")
+    for payload, routing in run_ranks(counted, 2, "gather_tokens", 2, 2, torch.bfloat16, options):
+        assert math.isclose(payload, want.payload, rel_tol=1e-12), (payload, want)
+        assert math.isclose(routing, want.routing, rel_tol=1e-12), (routing, want)
 
 
 def test_weights_travel_from_t_star_on() -> None:
