@@ -54,7 +54,8 @@ def stock_type(config: Any) -> str:
     """The stock model type that says everything `config` says, or "gather_moe" where none does."""
     dense = bool(config.dense_layers)
     plain_heads = config.head_dim * config.num_attention_heads == config.hidden_size
-    if config.num_experts == 0:
+    plain_routing = config.score_function == "softmax" and config.routed_scaling_factor == 1 and not config.router_bias
+    if config.num_experts == 0 or not plain_routing:
         return "gather_moe"
     if config.qk_norm == "none" and config.norm_topk_prob and not dense and config.clip_qkv is None:
         return "mixtral"

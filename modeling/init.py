@@ -1,11 +1,9 @@
 """Initial weights drawn from (seed, parameter name, global index): the same model for every layout.
 
-Each element has a counter of its own, so a rank draws just its shard and any two layouts agree on every number. The
-generator is a 64-bit mix of the counter (the finaliser of SplitMix64, Steele et al., OOPSLA 2014) and the Box-Muller
-transform in float64.
+Each element has a counter of its own, so a rank draws just its shard and any two layouts agree on every number: the
+Box-Muller transform, in float64, of the bits that noise.py makes of it.
 """
 
-import hashlib
 import math
 
 import torch
@@ -13,19 +11,22 @@ from torch import Tensor, nn
 
 from .config import GatherMoeConfig
 from .mesh import ParallelMesh
+from .noise import mix, shift, stream_key
 from .shard_table import Shard, ShardTable
 
 CHUNK = 2**22  # elements drawn at a time, to bound the memory for counters
 
 
 def initialise(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelMesh, seed: int) -> None:
-    """Fill every parameter of `model` in place: norms with 1, all else normal with `initializer_range`."""
-    table = shard_table(config, mesh)
+    """Fill every tensor of `model` in place: norms with 1, routers' biases with 0, all else with normal numbers."""
+    table, tensors = shard_table(config, mesh), stored_tensors(model)
     for name, full_shape in full_shapes(model, config=config, table=table).items():
         shard = table.shard(name, full_shape, group_rank=mesh.group_rank)
-        parameter = model.get_parameter(name)
+        parameter = tensors[name]
         with torch.no_grad():
-            if len(full_shape) == 1:
+            if not isinstance(parameter, nn.Parameter):
+                parameter.zero_()
+            elif len(full_shape) == 1:
                 parameter.fill_(1.0)
             else:
                 fill_normal(parameter, name=name, shard=shard, seed=seed, std=config.initializer_range)
@@ -36,10 +37,15 @@ def shard_table(config: GatherMoeConfig, mesh: ParallelMesh) -> ShardTable:
     return ShardTable(mesh.layout, config.sizes.num_key_value_heads, config.qk_norm)
 
 
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of this rank, by name: parameters, tied ones once, and the biases of the routers."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def full_shapes(model: nn.Module, *, config: GatherMoeConfig, table: ShardTable) -> dict[str, tuple[int, ...]]:
-    """The whole shape of every parameter, by name, from the local ones and the table; tied ones once."""
+    """The whole shape of every stored tensor, by name, from the local ones and the table."""
     shapes = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored_tensors(model).items():
         # ZeRO-3 leaves an empty tensor behind and keeps the shape beside it.
         shape = list(getattr(parameter, "ds_shape", parameter.shape))
         for split in table.rule(name).splits:
@@ -68,27 +74,9 @@ def fill_normal(local: Tensor, *, name: str, shard: Shard, seed: int, std: float
 
 def normal_at(counters: Tensor, *, name: str, seed: int) -> Tensor:
     """Standard normal numbers, float64, one per int64 counter, of the stream named by (seed, name)."""
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    key = int.from_bytes(digest, "little", signed=True)
-    bits = _mix(_mix(counters + key) + key)
-    second = _mix(bits)
+    key = stream_key(name, seed=seed)
+    bits = mix(mix(counters + key) + key)
+    second = mix(bits)
     # 53 bits each; the first lies in (0, 1], so that its logarithm is finite.
-    radius = ((_shift(bits, 11) + 1).double() * 2.0**-53).log_().mul_(-2.0).sqrt_()
-    return radius.mul_((_shift(second, 11).double() * (2.0**-53 * 2 * math.pi)).cos_())
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 64-bit integers whose every output bit depends on every input bit; int64 wraps as needed."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's own keeps the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+    radius = ((shift(bits, 11) + 1).double() * 2.0**-53).log_().mul_(-2.0).sqrt_()
+    return radius.mul_((shift(second, 11).double() * (2.0**-53 * 2 * math.pi)).cos_())

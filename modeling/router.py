@@ -1,12 +1,17 @@
 """Top-k routing of this rank's tokens, in float32 at least, with a reproducible choice among equals."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .collectives import wide
 from .config import GatherMoeConfig
+from .noise import jitter
+
+SMALLEST_SUM = 1e-20  # of weights that are scaled to sum to 1; far below what a softmax can give
 
 
 class Routing(NamedTuple):
@@ -15,78 +20,167 @@ class Routing(NamedTuple):
     logits_tE      [t, E]  float32 or wider
     expert_ids_tA  [t, A]  int64, best expert first; E, which no rank owns, for tokens that are padding
     weights_tA     [t, A]  what the experts' outputs are summed with; 0 for padding
+    probs_tE       [t, E]  the scores of all experts as a distribution; None where nobody takes statistics
+    chosen_ids_tA  [t, A]  the ids before a capacity turned those without room into E; None without a capacity
     """
 
     logits_tE: Tensor
     expert_ids_tA: Tensor
     weights_tA: Tensor
+    probs_tE: Tensor | None = None
+    chosen_ids_tA: Tensor | None = None
+
+    def dropping(self, kept_tA: Tensor) -> "Routing":
+        """The same, with the choices that are not kept [t, A] sent to no expert and weighing nothing."""
+        ids_tA = self.expert_ids_tA.masked_fill(~kept_tA, self.logits_tE.shape[-1])
+        return self._replace(
+            expert_ids_tA=ids_tA, weights_tA=self.weights_tA * kept_tA, chosen_ids_tA=self.expert_ids_tA
+        )
 
 
 class RouterStatistics(NamedTuple):
-    """Sums over valid tokens, per sequence, from which the auxiliary losses are made.
+    """Sums over valid tokens, per sequence, from which the auxiliary losses and the log lines are made.
 
-    counts_BE  [B, E]  choices of each expert, no gradient
-    probs_BE   [B, E]  sums of the softmax over all experts
+    counts_BE  [B, E]  choices of each expert, dropped ones included, no gradient
+    probs_BE   [B, E]  sums of the scores as a distribution over all experts
     z_B        [B]     sums of the squared log-sum-exp of the logits
+    entropy_B  [B]     sums of the entropy of that distribution in nats, no gradient
+    dropped_B  [B]     choices that a capacity dropped, no gradient
     """
 
     counts_BE: Tensor
     probs_BE: Tensor
     z_B: Tensor
+    entropy_B: Tensor
+    dropped_B: Tensor
+
+
+class Scores(NamedTuple):
+    """Of all experts, both [t, E]: what they are chosen and weighted by, and the same as a distribution."""
+
+    scores_tE: Tensor
+    probs_tE: Tensor
+
+
+def softmax_scores(logits_tE: Tensor) -> Scores:
+    """Experts compete for a token (Switch, 2101.03961, eq. 1)."""
+    probs_tE = logits_tE.softmax(dim=-1)
+    return Scores(probs_tE, probs_tE)
+
+
+def sigmoid_scores(logits_tE: Tensor) -> Scores:
+    """Each expert is scored by itself (DeepSeek-V3, 2412.19437, §2.1.2; the distribution is eq. 18)."""
+    return Scores(logits_tE.sigmoid(), F.logsigmoid(logits_tE).softmax(dim=-1))
 
 
 class GatherMoeRouter(nn.Module):
-    """The gate of one MoE layer; every rank of the group holds its weight and routes its own tokens with it."""
+    """The gate of one MoE layer; every rank of the group holds its weight and routes its own tokens with it.
+
+    e_score_correction_bias  [E] float32, where the configuration has one: added to the scores for the choice alone
+    """
+
+    e_score_correction_bias: Tensor | None
 
     def __init__(self, config: GatherMoeConfig) -> None:
         super().__init__()
         self.num_active = config.num_experts_per_tok
         self.renormalise = config.norm_topk_prob
+        self.score = {"softmax": softmax_scores, "sigmoid": sigmoid_scores}[config.score_function]
+        self.scaling_factor = config.routed_scaling_factor
+        self.jitter_width = config.router_jitter_noise
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.router_bias else None
+        self.register_buffer("e_score_correction_bias", bias_E)
 
-    def forward(self, x_tD: Tensor, *, weight: Tensor | None = None, token_mask_t: Tensor | None = None) -> Routing:
-        """Route x_tD [t, D]; tokens whose mask is False go to no expert."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What `to`, `bfloat16` and the like do. The bias stays in float32: its steps are lost in bfloat16."""
+        before_E = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after_E = self.e_score_correction_bias
+        if before_E is not None and after_E is not None and after_E.dtype in (torch.bfloat16, torch.float16):
+            self.e_score_correction_bias = before_E.to(after_E.device)
+        return self
+
+    def forward(
+        self,
+        x_tD: Tensor,
+        *,
+        weight: Tensor | None = None,
+        token_mask_t: Tensor | None = None,
+        noise_t: Tensor | None = None,
+    ) -> Routing:
+        """Route x_tD [t, D]; tokens whose mask is False go to no expert.
+
+        noise_t  [t] int64, the counters that the jitter of x is drawn from; None for none
+        """
         weight_ED = wide(self.weight if weight is None else weight)
+        x_tD = wide(x_tD)
+        if noise_t is not None:
+            x_tD = jitter(x_tD, noise_t, width=self.jitter_width)
         with torch.autocast(x_tD.device.type, enabled=False):
-            logits_tE = wide(x_tD) @ weight_ED.t()
-        return route(logits_tE, num_active=self.num_active, renormalise=self.renormalise, token_mask_t=token_mask_t)
+            logits_tE = x_tD @ weight_ED.t()
+        return route(
+            logits_tE,
+            num_active=self.num_active,
+            renormalise=self.renormalise,
+            token_mask_t=token_mask_t,
+            score=self.score,
+            bias_E=self.e_score_correction_bias,
+            scaling_factor=self.scaling_factor,
+        )
 
 
-def route(logits_tE: Tensor, *, num_active: int, renormalise: bool, token_mask_t: Tensor | None = None) -> Routing:
-    """Softmax over all experts, keep the best `num_active`, renormalise them where asked (Mixtral, 2401.04088, §2.1).
+def route(
+    logits_tE: Tensor,
+    *,
+    num_active: int,
+    renormalise: bool,
+    token_mask_t: Tensor | None = None,
+    score: Callable[[Tensor], Scores] = softmax_scores,
+    bias_E: Tensor | None = None,
+    scaling_factor: float = 1.0,
+) -> Routing:
+    """Score all experts, keep the best `num_active`, renormalise them where asked (Mixtral, 2401.04088, §2.1).
 
-    Among equal probabilities the lower expert id wins, on every device: a stable sort promises that, torch.topk
-    does not.
+    A bias changes which experts are chosen, never their weights (2408.15664, eq. 3). Among equals the lower expert id
+    wins, on every device: a stable sort promises that, torch.topk does not.
     """
     num_experts = logits_tE.shape[-1]
-    probs_tE = logits_tE.softmax(dim=-1)
-    order_tE = probs_tE.detach().sort(dim=-1, descending=True, stable=True).indices
+    scores_tE, probs_tE = score(logits_tE)
+    ranked_tE = scores_tE.detach() if bias_E is None else scores_tE.detach() + bias_E
+    order_tE = ranked_tE.sort(dim=-1, descending=True, stable=True).indices
     ids_tA = order_tE[:, :num_active].contiguous()
-    weights_tA = probs_tE.gather(-1, ids_tA)
+    weights_tA = scores_tE.gather(-1, ids_tA)
     if renormalise:
-        weights_tA = weights_tA / weights_tA.sum(dim=-1, keepdim=True)
+        weights_tA = weights_tA / (weights_tA.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+    if scaling_factor != 1.0:
+        weights_tA = weights_tA * scaling_factor
     if token_mask_t is not None:
         ids_tA = ids_tA.masked_fill(~token_mask_t[:, None], num_experts)
         weights_tA = weights_tA * token_mask_t[:, None]
-    return Routing(logits_tE, ids_tA, weights_tA)
+    return Routing(logits_tE, ids_tA, weights_tA, probs_tE)
 
 
 def router_statistics(
     routing: Routing, *, sequence_of_token_t: Tensor, num_sequences: int, token_mask_t: Tensor | None
 ) -> RouterStatistics:
-    """Sum counts, probabilities and squared log-sum-exps of the tokens here, sequence by sequence."""
-    logits_tE = routing.logits_tE
+    """Sum what RouterStatistics holds over the tokens here, sequence by sequence."""
+    logits_tE, probs_tE = routing.logits_tE, routing.probs_tE
+    assert probs_tE is not None
     num_experts = logits_tE.shape[-1]
-    logsumexp_t = logits_tE.logsumexp(dim=-1)
-    probs_tE = (logits_tE - logsumexp_t[:, None]).exp()
-    z_t = logsumexp_t.square()
+    z_t = logits_tE.logsumexp(dim=-1).square()
+    entropy_t = torch.special.entr(probs_tE.detach()).sum(dim=-1)
     if token_mask_t is not None:
-        probs_tE, z_t = probs_tE * token_mask_t[:, None], z_t * token_mask_t
+        probs_tE, z_t, entropy_t = probs_tE * token_mask_t[:, None], z_t * token_mask_t, entropy_t * token_mask_t
     probs_BE = probs_tE.new_zeros(num_sequences, num_experts).index_add(0, sequence_of_token_t, probs_tE)
     z_B = z_t.new_zeros(num_sequences).index_add(0, sequence_of_token_t, z_t)
+    entropy_B = entropy_t.new_zeros(num_sequences).index_add(0, sequence_of_token_t, entropy_t)
     with torch.no_grad():
         # One column more than there are experts takes the choices of padding.
         counts = probs_tE.new_zeros(num_sequences, num_experts + 1)
-        flat_ids = (sequence_of_token_t[:, None] * (num_experts + 1) + routing.expert_ids_tA).flatten()
+        chosen_tA = routing.expert_ids_tA if routing.chosen_ids_tA is None else routing.chosen_ids_tA
+        flat_ids = (sequence_of_token_t[:, None] * (num_experts + 1) + chosen_tA).flatten()
         counts.view(-1).index_add_(0, flat_ids, torch.ones_like(flat_ids, dtype=counts.dtype))
-    return RouterStatistics(counts[:, :num_experts], probs_BE, z_B)
+        dropped_t = (chosen_tA != routing.expert_ids_tA).sum(dim=1).to(counts.dtype)
+        dropped_B = counts.new_zeros(num_sequences).index_add(0, sequence_of_token_t, dropped_t)
+    return RouterStatistics(counts[:, :num_experts], probs_BE, z_B, entropy_B, dropped_B)

@@ -44,6 +44,8 @@ TABLE = (
     Rule(r"\.mlp\.(gate|up)_proj\.weight$", (Split(0, "tp"),)),
     Rule(r"\.mlp\.down_proj\.weight$", (Split(1, "tp"),)),
     Rule(r"(norm|layernorm|mlp\.gate)\.weight$", (), partial_gradient=True),
+    # Without any gradient: moved once per step, by the same amounts on every rank.
+    Rule(r"\.mlp\.gate\.e_score_correction_bias$", ()),
 )
 # Norms over the full width of q and k have one weight per channel, which is split as the heads are.
 FULL_QK_NORM = (
@@ -61,6 +63,7 @@ class Shard:
     full_shape  of the whole tensor, without padding
     replica     which copy this is among the group's ranks that hold the same numbers; 0 is the first
     num_replicas  how many ranks of the group hold the same numbers
+    is_replicated  nothing is split: every rank of the group holds the whole tensor
     """
 
     ranges: tuple[Ranges, ...]
@@ -69,11 +72,7 @@ class Shard:
     replica: int
     num_replicas: int
     partial_gradient: bool
-
-    @property
-    def is_replicated(self) -> bool:
-        """Every rank of the group holds the whole tensor."""
-        return self.partial_gradient
+    is_replicated: bool
 
 
 class ShardTable(NamedTuple):
@@ -84,7 +83,7 @@ class ShardTable(NamedTuple):
     qk_norm: str
 
     def rule(self, name: str) -> Rule:
-        """The rule for a parameter's name; a KeyError for a name that no rule covers."""
+        """The rule for a tensor's name; a KeyError for a name that no rule covers."""
         rules = (*FULL_QK_NORM, *TABLE) if self.qk_norm == "full" else TABLE
         for rule in rules:
             if re.search(rule.pattern, name):
@@ -116,6 +115,7 @@ class ShardTable(NamedTuple):
             replica=group_rank % num_replicas,
             num_replicas=num_replicas,
             partial_gradient=rule.partial_gradient,
+            is_replicated=not rule.splits,
         )
 
     def part(self, over: str, group_rank: int) -> tuple[int, int]:

@@ -1,14 +1,25 @@
 """Routing: the choice among equals, padding, renormalising, and the sums the auxiliary losses are made of."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.router import GatherMoeRouter, Routing, route, router_statistics
+from modeling.router import (
+    GatherMoeRouter,
+    RouterStatistics,
+    Routing,
+    route,
+    router_statistics,
+    sigmoid_scores,
+    softmax_scores,
+)
 from tests.parity import tiny_config
 
 TOKENS, EXPERTS, ACTIVE = 12, 6, 3
+SCORES = {"softmax": softmax_scores, "sigmoid": sigmoid_scores}
 
 
 def logits() -> Tensor:
@@ -79,33 +90,42 @@ def test_r_moe_10_the_router_computes_in_float32_at_least(dtype: torch.dtype) ->
     assert torch.equal(routing.expert_ids_tA, want.topk(ACTIVE).indices)
 
 
-def statistics_by_hand(routing: Routing, sequence: list[int], mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+def statistics_by_hand(routing: Routing, sequence: list[int], mask: list[bool], *, kind: str) -> RouterStatistics:
     counts = torch.zeros(2, EXPERTS, dtype=torch.float64)
     probs, z = torch.zeros_like(counts), torch.zeros(2, dtype=torch.float64)
+    entropy = torch.zeros_like(z)
     for token, (b, valid) in enumerate(zip(sequence, mask, strict=True)):
         if valid:
-            probs[b] += routing.logits_tE[token].softmax(-1)
-            z[b] += routing.logits_tE[token].exp().sum().log() ** 2
+            logits_E = routing.logits_tE[token]
+            scores_E = logits_E.exp() if kind == "softmax" else 1 / (1 + (-logits_E).exp())
+            share_E = scores_E / scores_E.sum()
+            probs[b] += share_E
+            z[b] += logits_E.exp().sum().log() ** 2
+            entropy[b] -= (share_E * share_E.log()).sum().detach()
             for expert in routing.expert_ids_tA[token].tolist():
                 counts[b, expert] += 1
-    return counts, probs, z
+    return RouterStatistics(counts, probs, z, entropy, torch.zeros(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_statistics_are_sums_over_the_valid_tokens_of_each_sequence(padded: bool) -> None:
+@pytest.mark.parametrize("kind", SCORES)
+def test_statistics_are_sums_over_the_valid_tokens_of_each_sequence(kind: str, padded: bool) -> None:
     sequence = [0] * 7 + [1] * 5  # a rank's tokens may begin and end within a sequence
     mask = [not padded or token % 4 > 0 for token in range(TOKENS)]
     token_mask = torch.tensor(mask) if padded else None
     x = logits().requires_grad_()
-    routing = route(x, num_active=ACTIVE, renormalise=True, token_mask_t=token_mask)
+    routing = route(x, num_active=ACTIVE, renormalise=True, token_mask_t=token_mask, score=SCORES[kind])
     got = router_statistics(
         routing, sequence_of_token_t=torch.tensor(sequence), num_sequences=2, token_mask_t=token_mask
     )
-    counts, probs, z = statistics_by_hand(routing, sequence, mask)
+    counts, probs, z, entropy, _ = statistics_by_hand(routing, sequence, mask, kind=kind)
     assert torch.equal(got.counts_BE, counts)
     torch.testing.assert_close(got.probs_BE, probs)
     torch.testing.assert_close(got.z_B, z)
+    torch.testing.assert_close(got.entropy_B, entropy)
     assert not got.counts_BE.requires_grad
+    assert not got.entropy_B.requires_grad
+    assert not got.dropped_B.any()
     (want,) = torch.autograd.grad(probs.square().sum() + z.square().sum(), x, retain_graph=True)
     (grad,) = torch.autograd.grad(got.probs_BE.square().sum() + got.z_B.square().sum(), x)
     torch.testing.assert_close(grad, want)
@@ -122,3 +142,99 @@ def test_sequences_of_other_ranks_have_empty_sums() -> None:
     assert got.counts_BE.sum(-1).tolist() == [0, 0, TOKENS * ACTIVE, 0]
     torch.testing.assert_close(got.probs_BE.sum(-1), torch.tensor([0.0, 0.0, TOKENS, 0.0], dtype=torch.float64))
     assert got.z_B[[0, 1, 3]].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_sigmoid_scores_are_each_experts_own(renormalise: bool) -> None:
+    routing = route(logits(), num_active=ACTIVE, renormalise=renormalise, score=sigmoid_scores, scaling_factor=2.5)
+    top = logits().sigmoid().topk(ACTIVE)
+    assert torch.equal(routing.expert_ids_tA, top.indices)
+    want = top.values / top.values.sum(-1, keepdim=True) if renormalise else top.values
+    torch.testing.assert_close(routing.weights_tA, 2.5 * want)
+
+
+def test_sigmoid_routing_is_deepseeks() -> None:
+    """transformers' DeepSeek-V3 router, with one group of experts, on the same weights and biases."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    theirs_config = DeepseekV3Config(
+        hidden_size=32,
+        moe_intermediate_size=8,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=ACTIVE,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    )
+    theirs = DeepseekV3TopkRouter(theirs_config)
+    config = tiny_config(
+        num_experts=EXPERTS,
+        num_experts_per_tok=ACTIVE,
+        score_function="sigmoid",
+        routed_scaling_factor=2.5,
+        router_bias=True,
+    )
+    ours = GatherMoeRouter(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        ours.weight.copy_(torch.randn(EXPERTS, 32, generator=generator) * 0.3)
+        theirs.weight.copy_(ours.weight)
+        for router in (ours, theirs):
+            router.e_score_correction_bias.copy_(torch.linspace(-0.4, 0.4, EXPERTS))
+    x = torch.randn(64, 32, generator=generator)
+    routing = ours(x)
+    _, weights, ids = theirs(x)
+    assert torch.equal(routing.expert_ids_tA.sort(-1).values, ids.sort(-1).values)
+    order, their_order = routing.expert_ids_tA.argsort(-1), ids.argsort(-1)
+    torch.testing.assert_close(routing.weights_tA.gather(1, order), weights.gather(1, their_order))
+    assert not torch.equal(routing.expert_ids_tA, route(routing.logits_tE, num_active=ACTIVE, renormalise=True)[1])
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_far_out_logits_stay_finite(kind: str) -> None:
+    x = torch.tensor([[-200.0, -300.0, -250.0], [200.0, 300.0, -300.0]]).requires_grad_()
+    routing = route(x, num_active=2, renormalise=True, score=SCORES[kind])
+    assert routing.probs_tE is not None
+    torch.testing.assert_close(routing.probs_tE.sum(-1), torch.ones(2))
+    (routing.weights_tA.sum() + routing.probs_tE[:, 0].sum()).backward()
+    assert x.grad is not None
+    assert routing.weights_tA.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_a_bias_moves_the_choice_and_never_the_weights(kind: str) -> None:
+    bias = torch.zeros(EXPERTS)
+    bias[4] = 10.0
+    plain = route(logits(), num_active=ACTIVE, renormalise=False, score=SCORES[kind])
+    biased = route(logits(), num_active=ACTIVE, renormalise=False, score=SCORES[kind], bias_E=bias)
+    assert (biased.expert_ids_tA[:, 0] == 4).all()
+    assert not (plain.expert_ids_tA[:, 0] == 4).all()
+    scores = SCORES[kind](logits()).scores_tE
+    torch.testing.assert_close(biased.weights_tA, scores.gather(1, biased.expert_ids_tA))
+    assert plain.probs_tE is not None
+    assert biased.probs_tE is not None
+    assert torch.equal(biased.probs_tE, plain.probs_tE)
+
+
+def test_without_a_bias_there_is_no_such_tensor() -> None:
+    router = GatherMoeRouter(tiny_config())
+    assert router.e_score_correction_bias is None
+    assert list(router.state_dict()) == ["weight"]
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.half()])
+def test_a_bias_stays_in_float32_when_its_router_does_not(cast: Any) -> None:
+    router = GatherMoeRouter(tiny_config(router_bias=True))
+    bias = router.e_score_correction_bias
+    assert bias is not None
+    bias += 0.001 * 1001
+    want = bias.clone()
+    cast(router)
+    assert router.weight.dtype != torch.float32
+    assert router.e_score_correction_bias is not None
+    assert router.e_score_correction_bias.dtype == torch.float32
+    assert torch.equal(router.e_score_correction_bias, want)
+    assert "e_score_correction_bias" in router.state_dict()

@@ -11,7 +11,7 @@ import torch
 from transformers.initialization import no_init_weights
 
 from modeling.config import GatherMoeConfig
-from modeling.init import full_shapes, shard_table
+from modeling.init import full_shapes, shard_table, stored_tensors
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
@@ -26,6 +26,7 @@ CONFIGS = {
     "full norms": lambda: tiny_config(qk_norm="full"),
     "odd vocabulary, tied": lambda: tiny_config(vocab_size=51, tie_word_embeddings=True),
     "small vocabulary": lambda: tiny_config(vocab_size=5),
+    "biased routers": lambda: tiny_config(router_bias=True),
 }
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 EVERYWHERE = pytest.mark.parametrize("tp_ep", LAYOUTS, ids=str)
@@ -47,7 +48,7 @@ def model_on_meta(config: GatherMoeConfig, mesh: Any) -> GatherMoeForCausalLM:
 @cache
 def whole_shapes(config_name: str) -> dict[str, tuple[int, ...]]:
     model = model_on_meta(CONFIGS[config_name](), one_rank_mesh())
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
 
 
 @EVERY_CONFIG
@@ -88,9 +89,10 @@ def test_local_shapes_are_those_of_the_modules(config_name: str, tp_ep: tuple[in
         mesh = mesh_of(tp_ep, group_rank)
         table = shard_table(config, mesh)
         model = model_on_meta(config, mesh)
-        assert {name for name, _ in model.named_parameters()} == set(whole)
-        for name, parameter in model.named_parameters():
-            assert table.shard(name, whole[name], group_rank=group_rank).shape == tuple(parameter.shape), name
+        stored = stored_tensors(model)
+        assert set(stored) == set(whole)
+        for name, tensor in stored.items():
+            assert table.shard(name, whole[name], group_rank=group_rank).shape == tuple(tensor.shape), name
         assert full_shapes(model, config=config, table=table) == whole
 
 
@@ -178,7 +180,8 @@ def test_tags_let_every_number_be_counted_once(config_name: str, tp_ep: tuple[in
             if getattr(parameter, "tensor_model_parallel", False) or group_rank == 0:
                 shard = table.shard(name, whole_shapes(config_name)[name], group_rank=group_rank)
                 counted[name] += _num_real(shard.ranges)
-    assert dict(counted) == {name: torch.Size(s).numel() for name, s in whole_shapes(config_name).items()}
+    parameters = dict(model_on_meta(config, one_rank_mesh()).named_parameters())
+    assert dict(counted) == {name: parameter.numel() for name, parameter in parameters.items()}
 
 
 def _num_real(ranges: Any) -> int:
