@@ -1,4 +1,4 @@
-"""One training step (forward and backward) of this project beside its peers', on the same weights and tokens.
+"""One training step (forward, backward, AdamW) of this project beside its peers', on the same weights and tokens.
 
     python benchmarks/peers.py --ranks 2 --rate 1gbit --dtype fp32 --json FILE
 
@@ -58,16 +58,19 @@ class Row(NamedTuple):
 
 
 ROWS = (
+    Row("gather-moe", "gather_tokens", True),
     Row("gather-moe", "gather_tokens", False),
-    Row("gather-moe", "gather_weights", False),
+    Row("gather-moe", "all_to_all", True),
     Row("gather-moe", "all_to_all", False),
+    Row("gather-moe", "gather_weights", True),
+    Row("gather-moe", "gather_weights", False),
     Row("transformers-tp", None, None),
     Row("transformers-tp-ep", None, None),
     Row("deepspeed-autotp-autoep", None, None),
     Row("deepspeed-autoep", None, None),
 )
 
-Step = Callable[[], float]  # one forward and backward; the loss over the whole batch
+Step = Callable[[], float]  # forward, backward and update; the loss over the whole batch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", default="1gbit", help="of each rank's link, as tc writes it")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=[], help="systems to run; all if absent")
+    parser.add_argument("--only", nargs="*", default=[], help="systems or strategies to run; all if absent")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.worker is not None:
         work(Row(*json.loads(arguments.worker)), arguments.folder, dtype=arguments.dtype)
         return 0
-    chosen = [row for row in ROWS if not arguments.only or row.system in arguments.only]
+    chosen = [row for row in ROWS if not arguments.only or {row.system, row.strategy} & set(arguments.only)]
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder) / "model")
         answers = take_turns(chosen, Path(folder), arguments)
@@ -101,7 +104,7 @@ def take_turns(chosen: Sequence[Row], folder: Path, arguments: Any) -> dict[Row,
     with cluster.cluster_for(arguments.ranks, rate=arguments.rate) as ranks:
         for turn in range(arguments.turns):
             for row in chosen:
-                print(f"turn {turn + 1} of {arguments.turns}: {row.system} {row.strategy or ''}", flush=True)
+                print(f"turn {turn + 1} of {arguments.turns}: {describe(row)}", flush=True)
                 command = [sys.executable, __file__, "--worker", json.dumps(row), "--folder", str(folder)]
                 answer = folder / "answer.json"
                 answer.unlink(missing_ok=True)
@@ -136,10 +139,16 @@ def summarise(answers: dict[Row, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return rows
 
 
+def describe(row: Row) -> str:
+    """In words: system, strategy, and whether transfers overlap."""
+    overlapped = {True: "overlapped", False: "one after another", None: ""}[row.overlap]
+    return f"{row.system:<24} {row.strategy or '':<15} {overlapped:<17}"
+
+
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    print(f"{'system':<24} {'strategy':<15} {'step s':>8} {'peak GiB':>9} {'wire MB':>9} {'loss':>9}")
+    print(f"{'system':<24} {'strategy':<15} {'transfers':<17} {'step s':>8} {'peak GiB':>9} {'wire MB':>9} {'loss':>9}")
     for row in rows:
-        name = f"{row['system']:<24} {row['strategy'] or '':<15}"
+        name = describe(Row(row["system"], row["strategy"], row["overlap"]))
         if "step_s" not in row:
             print(f"{name} void: {row['void']}")
             continue
@@ -198,7 +207,7 @@ def start_ours(folder: Path, row: Row, dtype: Any) -> Step:
 
     size = dist.get_world_size()
     layout = ParallelLayout(tp=size, ep=1 if row.strategy == "gather_weights" else size)
-    config = GatherMoeConfig(**MODEL, qk_norm="head", strategy=row.strategy)
+    config = GatherMoeConfig(**MODEL, qk_norm="head", strategy=row.strategy, overlap=row.overlap)
     config._attn_implementation = "sdpa"
     mesh = build_mesh(layout, num_key_value_heads=MODEL["num_key_value_heads"])
     model = build_model(config, mesh=mesh, seed=0, dtype=dtype)
@@ -206,10 +215,12 @@ def start_ours(folder: Path, row: Row, dtype: Any) -> Step:
     ids = global_batch()
     starts = tuple((0,) for _ in range(len(ids)))
 
+    update = plain_adamw(model)
+
     def step() -> float:
         loss = model(input_ids=ids, labels=ids, document_starts=starts).loss
         loss.backward()
-        model.zero_grad()
+        update()
         return loss.item()
 
     return step
@@ -226,10 +237,12 @@ def start_transformers(folder: Path, row: Row, dtype: Any) -> Step:
     model.train()
     ids = global_batch()
 
+    update = plain_adamw(model)
+
     def step() -> float:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        model.zero_grad()
+        update()
         return loss.item()
 
     return step
@@ -291,6 +304,29 @@ STARTERS: dict[str, Callable[[Path, Row, Any], Step]] = {
     "deepspeed-autotp-autoep": start_deepspeed,
     "deepspeed-autoep": start_deepspeed,
 }
+
+
+def plain_adamw(model: Any) -> Callable[[], None]:
+    """A step of AdamW on this rank's shards, as fast as it goes, that leaves every weight and so the loss as it is."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    def local(tensor: Any, like: Any) -> Any:
+        # The fused step does not take transformers' distributed tensors.
+        return tensor.redistribute(placements=like.placements).to_local() if isinstance(tensor, DTensor) else tensor
+
+    parameters = list(model.parameters())
+    shards = [torch.nn.Parameter(local(p.detach(), p)) for p in parameters]
+    optimizer = torch.optim.AdamW(shards, lr=0.0, fused=True)
+
+    def step() -> None:
+        for shard, parameter in zip(shards, parameters, strict=True):
+            shard.grad = local(parameter.grad, parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+
+    return step
 
 
 def global_batch() -> Any:

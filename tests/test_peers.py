@@ -42,9 +42,9 @@ def test_rows_that_failed_or_computed_something_else_are_void(peers: Any, capsys
     rows = peers.summarise(
         {
             peers.ROWS[0]: [turn(1.0)],
-            peers.ROWS[3]: [turn(0.1, loss=9.0002)],
-            peers.ROWS[4]: [turn(0.1), {"error": "ended with exit code 1"}],
-            peers.ROWS[5]: [turn(2.0, loss=9.00005)],
+            peers.ROWS[6]: [turn(0.1, loss=9.0002)],
+            peers.ROWS[7]: [turn(0.1), {"error": "ended with exit code 1"}],
+            peers.ROWS[8]: [turn(2.0, loss=9.00005)],
         }
     )
     assert [row.get("void") for row in rows] == [
