@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipe.checkpoint.errors import CheckpointError
-from recipe.launch.start import check_world_size, local_rank_from, rank_from, read_world, start_ranks, stop_ranks
+from recipe.launch.start import (
+    check_world_size,
+    compute_capability,
+    local_rank_from,
+    rank_from,
+    read_world,
+    start_ranks,
+    stop_ranks,
+)
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.ds_config import WorldInfo, load_ds_config, resolve_config
 from recipe.settings.model import read_model, sizes_of
@@ -65,7 +73,12 @@ def read_request(argv: Sequence[str] | None) -> "Request":
     settings = resolve_config(
         arguments,
         ds_config=load_ds_config(arguments.ds_config),
-        ranks=WorldInfo(world_size=world.world_size, local_world_size=world.local_world_size, device=world.device),
+        ranks=WorldInfo(
+            world_size=world.world_size,
+            local_world_size=world.local_world_size,
+            device=world.device,
+            compute_capability=compute_capability(world),
+        ),
         sizes=sizes_of(model.kwargs),
         attention_dropout=model.kwargs.get("attention_dropout", 0.0),
         extra_faults=request_faults(arguments, model.kwargs),

@@ -206,7 +206,8 @@ def start_ours(folder: Path, row: Row, dtype: Any) -> Step:
     from recipe.checkpoint.hf_load import load_weights
 
     size = dist.get_world_size()
-    layout = ParallelLayout(tp=size, ep=1 if row.strategy == "gather_weights" else size)
+    # Slices of every expert where the strategy allows: all ranks do the same work, whatever the routing is.
+    layout = ParallelLayout(tp=size, ep=size if row.strategy == "all_to_all" else 1)
     config = GatherMoeConfig(**MODEL, qk_norm="head", strategy=row.strategy, overlap=row.overlap)
     config._attn_implementation = "sdpa"
     mesh = build_mesh(layout, num_key_value_heads=MODEL["num_key_value_heads"])

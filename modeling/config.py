@@ -9,8 +9,11 @@ from transformers.modeling_rope_utils import RopeParameters
 from .layout import STRATEGIES, ModelSizes
 
 QK_NORMS = ("none", "head", "full")
-BALANCE_SCOPES = ("sequence", "micro_batch")
-EXPERTS_BACKENDS = ("auto", "loop", "grouped")
+BALANCE_SCOPES = ("sequence", "micro_batch", "global_batch")
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+EXPERTS_BACKENDS = ("auto", "loop", "grouped", "triton")
+COMBINE_DTYPES = ("auto", "float32")
+TOKEN_DTYPES = ("auto", "float8_e4m3")
 
 
 @strict
@@ -18,16 +21,30 @@ class GatherMoeConfig(PreTrainedConfig):
     """Configuration of a GatherMoe model; names and defaults follow Qwen3-MoE where both have them.
 
     qk_norm                RMS norm of queries and keys: "none" (Mixtral), "head" (Qwen3-MoE) or "full" width (OLMoE)
+    score_function         experts are scored by a "softmax" over all, or a "sigmoid" each (DeepSeek-V3, 2412.19437)
     norm_topk_prob         the chosen experts' weights are scaled to sum to 1
+    routed_scaling_factor  what their weights are multiplied by afterwards
+    router_bias            every router has a bias that is added to its scores for the choice, not for the weights
     clip_qkv               bound for the elements of q, k and v, or None
     mlp_only_layers        indices of layers with a dense feed-forward of width `intermediate_size`
     decoder_sparse_step    only every n-th layer is a mixture of experts
     router_aux_loss_coef   weight of the load-balancing loss (Switch Transformer, 2101.03961, eq. 4), mean over layers
     router_z_loss_coef     weight of the router's z-loss (ST-MoE, 2202.08906, eq. 5), mean over tokens and layers
     logits_z_loss_coef     weight of the z-loss on the vocabulary's logits (PaLM, 2204.02311, §5), mean over targets
-    balance_scope          what the balance loss is computed over: each "sequence", or each "micro_batch"
+    balance_scope          what the balance loss is computed over: each "sequence", each "micro_batch", or the
+                           "global_batch" up to the micro-batch (2501.11873)
+    balance_bias_update_rate  how far the biases move in a step to even the load out (2408.15664); above 0 they exist
+    capacity_factor        an expert takes so many times its even share of a training micro-batch, the rest is dropped
+                           (Switch, 2101.03961, §2.2); None for no limit
+    router_jitter_noise    half width of the uniform noise that a router's input is multiplied by in training
     strategy               how tokens meet experts that several ranks share, see dispatch.py; "auto" is what sends least
-    experts_backend        "auto" is "loop" on CPU and "grouped" on a GPU; see experts.py
+    experts_backend        "auto" is "loop" on CPU; on a GPU "grouped", or "triton" where that would wait for the host
+    overlap                transfers between the ranks are cut in chunks that travel while others are worked on
+    overlap_chunks         how many; None is as many as pay (cost.py)
+    regather               gathered tokens are gathered again in the backward instead of kept
+    token_dtype            in which tokens travel to the experts: "auto" is the model's, or "float8_e4m3" (fp8.py)
+    resident_experts       slots on every rank for copies of other ranks' experts, see expert_copies.py; 0 is none
+    combine_dtype          in which the ranks' parts of the experts' sums travel: "auto" is the model's, or "float32"
     """
 
     model_type = "gather_moe"
@@ -57,14 +74,26 @@ class GatherMoeConfig(PreTrainedConfig):
     mlp_only_layers: list[int] | None = None
     num_experts: int = 128
     num_experts_per_tok: int = 8
+    score_function: str = "softmax"
     norm_topk_prob: bool = True
+    routed_scaling_factor: float | int = 1.0
+    router_bias: bool = False
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
     router_z_loss_coef: float = 0.0
     logits_z_loss_coef: float = 0.0
     balance_scope: str = "sequence"
+    balance_bias_update_rate: float | int = 0.0
+    capacity_factor: float | int | None = None
+    router_jitter_noise: float | int = 0.0
     experts_backend: str = "auto"
     strategy: str = "gather_tokens"
+    overlap: bool = False
+    overlap_chunks: int | None = None
+    regather: bool = False
+    token_dtype: str = "auto"
+    combine_dtype: str = "auto"
+    resident_experts: int = 0
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -76,8 +105,10 @@ class GatherMoeConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.mlp_only_layers is None:
             self.mlp_only_layers = []
+        self.router_bias = self.router_bias or self.balance_bias_update_rate > 0
         super().__post_init__(**kwargs)
         _check_choices(self)
+        _check_numbers(self)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -117,14 +148,35 @@ def _check_choices(config: GatherMoeConfig) -> None:
     choices = {
         "qk_norm": QK_NORMS,
         "balance_scope": BALANCE_SCOPES,
+        "score_function": SCORE_FUNCTIONS,
         "experts_backend": EXPERTS_BACKENDS,
         "strategy": STRATEGIES,
+        "token_dtype": TOKEN_DTYPES,
+        "combine_dtype": COMBINE_DTYPES,
         "hidden_act": ("silu",),
     }
     for name, allowed in choices.items():
         value = getattr(config, name)
         if value not in allowed:
             raise ValueError(f"{name}={value!r} is not known; choose one of {list(allowed)}")
+
+
+def _check_numbers(config: GatherMoeConfig) -> None:
+    if config.overlap_chunks is not None and config.overlap_chunks < 1:
+        raise ValueError(f"overlap_chunks={config.overlap_chunks} must be at least 1; None chooses")
+    if config.resident_experts < 0:
+        raise ValueError(f"resident_experts={config.resident_experts} must be at least 0, which makes no copies")
+    if config.routed_scaling_factor <= 0:
+        raise ValueError(f"routed_scaling_factor={config.routed_scaling_factor} must be above 0; 1 changes nothing")
+    if config.balance_bias_update_rate < 0:
+        raise ValueError(
+            f"balance_bias_update_rate={config.balance_bias_update_rate} must be at least 0, which leaves biases as "
+            "they are"
+        )
+    if config.capacity_factor is not None and config.capacity_factor <= 0:
+        raise ValueError(f"capacity_factor={config.capacity_factor} must be above 0; None drops nothing")
+    if not 0 <= config.router_jitter_noise <= 1:
+        raise ValueError(f"router_jitter_noise={config.router_jitter_noise} must lie between 0, which is none, and 1")
     if config.num_experts > 0 and not 1 <= config.num_experts_per_tok <= config.num_experts:
         raise ValueError(
             f"num_experts_per_tok={config.num_experts_per_tok} must lie between 1 and num_experts={config.num_experts}"

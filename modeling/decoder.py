@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import AttentionInputs, GatherMoeAttention, QkNormWeights
-from .collectives import gather_tokens, scatter_tokens, sum_gradients
+from .collectives import sum_gradients
 from .config import GatherMoeConfig
 from .mesh import ParallelMesh
 from .moe import GatherMoeMlp, GatherMoeSparseBlock
@@ -19,12 +19,14 @@ class TokenPlace(NamedTuple):
 
     sequence_of_token_t  [t] int64
     token_mask_t         [t] bool, False for padding; None where there is none
+    noise_t              [t] int64, counters that the router's jitter is drawn from; None for none
     """
 
     num_sequences: int
     block_size: int
     sequence_of_token_t: Tensor
     token_mask_t: Tensor | None
+    noise_t: Tensor | None = None
 
 
 class GatherMoeDecoderLayer(GradientCheckpointingLayer):
@@ -51,19 +53,16 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
 
         One flat tuple, of one element without a router: reentrant checkpointing drops the gradients of nested tensors.
         """
-        group, shape = self.mesh.group, hidden_states.shape
+        shape = hidden_states.shape
         norm_in, norm_post, *rest = self._shared_weights()
-        normed = gather_tokens(self.input_layernorm(hidden_states, weight=norm_in), group)
-        normed = normed.view(place.num_sequences, place.block_size, -1)
         qk_norm = QkNormWeights(*rest[:2]) if self.config.qk_norm == "head" else None
-        attended, _ = self.self_attn(normed, inputs, qk_norm)
-        if group is not None:
-            attended = scatter_tokens(attended.flatten(0, 1), group)
+        normed = self.input_layernorm(hidden_states, weight=norm_in)
+        attended, _ = self.self_attn(normed, inputs, qk_norm, num_sequences=place.num_sequences)
         x = hidden_states + attended
         normed = self.post_attention_layernorm(x, weight=norm_post).view(-1, shape[-1])
         if isinstance(self.mlp, GatherMoeMlp):
             return (x + self.mlp(normed).view(shape),)
-        out, routing = self.mlp(normed, router_weight=rest[-1], token_mask_t=place.token_mask_t)
+        out, routing = self.mlp(normed, router_weight=rest[-1], token_mask_t=place.token_mask_t, noise_t=place.noise_t)
         statistics = router_statistics(
             routing,
             sequence_of_token_t=place.sequence_of_token_t,

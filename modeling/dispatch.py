@@ -12,58 +12,82 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .collectives import RowSplits, all_to_all_rows, exchange_rows, gather_routing, gather_tokens, scatter_tokens, wide
+from .collectives import exchange_rows, start_routing, wide
 from .experts import GatherMoeExperts
+from .linear import autocast_inputs
 from .mesh import ParallelMesh
 from .router import Routing
+from .transfers import RowSplits, all_to_all_rows
+from .wire import Wire
 
 
 class Dispatch(NamedTuple):
-    """One layer's work: the normed tokens here, where they go, and the experts here."""
+    """One layer's work: the normed tokens here, what routes them, and the experts here."""
 
     x_tD: Tensor
-    routing: Routing
+    route: Callable[[], Routing]
     experts: GatherMoeExperts
     mesh: ParallelMesh
+    wire: Wire
 
 
-def dispatch(work: Dispatch, *, strategy: str) -> Tensor:
-    """This rank's normed tokens [t, D] -> the weighted sums of their experts' outputs [t, D]."""
+class Dispatched(NamedTuple):
+    """The weighted sums of the experts' outputs for this rank's tokens, [t, D], and how these were routed."""
+
+    out_tD: Tensor
+    routing: Routing
+
+
+def dispatch(work: Dispatch, *, strategy: str) -> Dispatched:
+    """Route this rank's normed tokens [t, D] and send them through their experts."""
     if work.mesh.group is None:
-        return work.experts(work.x_tD, work.routing.expert_ids_tA, work.routing.weights_tA)
+        routing = work.route()
+        return Dispatched(work.experts(work.x_tD, routing.expert_ids_tA, routing.weights_tA), routing)
     return _STRATEGIES[strategy](work)
 
 
-def _gather_tokens(work: Dispatch) -> Tensor:
+def _gather_tokens(work: Dispatch) -> Dispatched:
     """All tokens to every rank, each works on its experts or slices, sums come home.
 
     Wire per rank, forward: T*D in and T*D out, and 6*A bytes per token for ids and weights, whatever the routing is.
-    """
-    group = work.mesh.group
-    x_TD = gather_tokens(work.x_tD, group)
-    gathered = gather_routing(work.routing.expert_ids_tA, work.routing.weights_tA, group)
-    partial_TD = work.experts(x_TD, gathered.expert_ids_TA, gathered.weights_TA)
-    return scatter_tokens(partial_TD, group)
-
-
-def _gather_weights(work: Dispatch) -> Tensor:
-    """Every rank borrows the other ranks' slices of all experts, and works on its own tokens.
-
-    Wire per rank: the 3*E*F*D weights of the layer, forward and again backward, and their gradients home, whatever
-    the number of tokens is. Pays for many tokens and few experts.
+    The router works while the first tokens travel, and its choice goes before the others.
     """
     group = work.mesh.group
     assert group is not None
-    return work.experts.forward_whole(work.x_tD, work.routing.expert_ids_tA, work.routing.weights_tA, group=group)
+    [x_tD] = autocast_inputs(work.x_tD)
+    transfer = work.wire.expert_tokens(x_tD, group)
+    routing = work.route()
+    in_flight = start_routing(routing.expert_ids_tA, routing.weights_tA, group)
+    transfer.gather.start_rest()
+    ids_TA, weights_TA = in_flight.finish()
+    transfer = transfer._replace(weights_TA=weights_TA)
+    return Dispatched(work.experts(x_tD, ids_TA, routing.weights_tA, transfer=transfer), routing)
 
 
-def _all_to_all(work: Dispatch) -> Tensor:
+def _gather_weights(work: Dispatch) -> Dispatched:
+    """Every rank borrows the other ranks' slices of all experts, and works on its own tokens.
+
+    Wire per rank: the 3*E*F*D weights of the layer, forward and again backward, and their gradients home, whatever
+    the number of tokens is. Pays for many tokens and few experts. The router works while the weights travel.
+    """
+    group = work.mesh.group
+    assert group is not None
+    in_flight = work.experts.lend(group) if work.wire.overlap else None
+    routing = work.route()
+    in_flight = in_flight or work.experts.lend(group)
+    out_tD = work.experts.forward_whole(
+        work.x_tD, routing.expert_ids_tA, routing.weights_tA, group=group, in_flight=in_flight
+    )
+    return Dispatched(out_tD, routing)
+
+
+def _all_to_all(work: Dispatch) -> Dispatched:
     """Every token-expert pair as a row to the rank of its expert, and the output back; nothing is dropped.
 
     Wire per rank, forward: t*A*D out and back on average, times the load of the busiest rank. The counts are read by
     the host (GShard, 2006.16668, §3.2, without its capacity).
     """
-    group, experts, routing = work.mesh.group, work.experts, work.routing
+    group, experts, routing = work.mesh.group, work.experts, work.route()
     assert group is not None
     num_tokens, num_active = routing.expert_ids_tA.shape
     size = work.mesh.layout.tp
@@ -82,7 +106,7 @@ def _all_to_all(work: Dispatch) -> Tensor:
     back_RD = exchange_rows(y_RD, splits.turned(), group)
     weighted_RD = wide(back_RD) * routing.weights_tA.flatten()[order][:, None]
     out_tD = weighted_RD.new_zeros(num_tokens, work.x_tD.shape[1]).index_add(0, order // num_active, weighted_RD)
-    return out_tD.to(work.x_tD.dtype)
+    return Dispatched(out_tD.to(work.x_tD.dtype), routing)
 
 
 def _agree_on_splits(counts: Tensor, mesh: ParallelMesh) -> RowSplits:
@@ -94,7 +118,7 @@ def _agree_on_splits(counts: Tensor, mesh: ParallelMesh) -> RowSplits:
     return RowSplits(send, receive)
 
 
-_STRATEGIES: Mapping[str, Callable[[Dispatch], Tensor]] = {
+_STRATEGIES: Mapping[str, Callable[[Dispatch], Dispatched]] = {
     "gather_tokens": _gather_tokens,
     "gather_weights": _gather_weights,
     "all_to_all": _all_to_all,

@@ -29,19 +29,24 @@ from .attention import (
     eager_attention,
     find_documents,
 )
-from .collectives import gather_tokens, scatter_tokens, total_over_group
+from .balance import auxiliary_losses, counts_so_far, total_statistics
+from .collectives import scatter_tokens
 from .config import GatherMoeConfig
-from .decoder import GatherMoeDecoderLayer, TokenPlace
+from .decoder import GatherMoeDecoderLayer
 from .embedding import VocabularyEmbedding, VocabularyHead
 from .experts import GatherMoeExperts
 from .hf_keys import expert_weight_conversions
 from .layout import LayoutRequest, check_layout
-from .loss import IGNORED, auxiliary_losses
+from .loss import IGNORED
 from .mesh import ParallelMesh, one_rank_mesh
+from .noise import NoiseOrigin
 from .norm import RmsNorm
 from .outputs import BatchCounts, GatherMoeCausalLMOutput, GatherMoeModelOutput, TokenSums
+from .places import layer_places, noisy_places
+from .rank_loads import rank_loads
 from .rope import rotary_tables
 from .router import GatherMoeRouter, RouterStatistics
+from .wire import wire_of
 
 DocumentStarts = tuple[tuple[int, ...], ...]
 
@@ -58,6 +63,8 @@ class GatherMoePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    # DeepSpeed reads this name, too: its ZeRO-3 would otherwise make a low-precision tensor of what is made here.
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
         "router_logits": OutputRecorder(GatherMoeRouter, index=0),
         "hidden_states": OutputRecorder(GatherMoeDecoderLayer, index=0),
@@ -72,6 +79,8 @@ class GatherMoePreTrainedModel(PreTrainedModel):
             hf_init.normal_(module.down_proj, mean=0.0, std=std)
         elif isinstance(module, GatherMoeRouter):
             hf_init.normal_(module.weight, mean=0.0, std=std)
+            if module.e_score_correction_bias is not None:
+                hf_init.zeros_(module.e_score_correction_bias)
 
     mesh: ParallelMesh
 
@@ -136,6 +145,7 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         document_starts: DocumentStarts | None = None,
+        noise: NoiseOrigin | None = None,
         **kwargs: Any,
     ) -> GatherMoeModelOutput:
         """input_ids [B, S], the whole group's on every rank -> last_hidden_state [B, S, D], or [t, D] under a mesh.
@@ -143,6 +153,7 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         attention_mask   [B, past + S], 0 for padding: attended to by nobody and routed to no expert
         document_starts  per sequence, where its packed documents begin (the first at 0). Attention then goes by them
                          alone, without a cache: padding must be a document of its own or the end of one.
+        noise            which jitter the routers draw in training, where there is any; on one process drawn if absent
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -157,12 +168,14 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         inputs = self._attention_inputs(inputs_embeds, attention_mask, position_ids, cache, document_starts, kwargs)
-        place = self._place(inputs_embeds, attention_mask)
+        places = layer_places(inputs_embeds, attention_mask, config=self.config, mesh=self.mesh)
+        if self.training and self.config.router_jitter_noise:
+            places = noisy_places(places, inputs_embeds, config=self.config, mesh=self.mesh, origin=noise)
         x = inputs_embeds
         if self.mesh.group is not None:
             x = scatter_tokens(x.flatten(0, 1), self.mesh.group)
         statistics = []
-        for layer in self.layers:
+        for layer, place in zip(self.layers, places, strict=True):
             x, *router_sums = layer(x, inputs=inputs, place=place)
             if router_sums:
                 statistics.append(RouterStatistics(*router_sums))
@@ -210,18 +223,10 @@ class GatherMoeModel(GatherMoePreTrainedModel):
             function=ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention),
             implementation=implementation,
             cache=cache,
-            options={"position_ids": position_ids, **options} if by_mask else options,
+            # Where document starts say it all, flash attention must not look for documents among positions: it would
+            # read them on the host, in every layer.
+            options={"position_ids": position_ids, **options} if by_mask and document_starts is None else options,
         )
-
-    def _place(self, embeds: Tensor, attention_mask: Tensor | None) -> TokenPlace:
-        num_sequences, block_size = embeds.shape[:2]
-        num_tokens = num_sequences * block_size // self.mesh.layout.tp
-        first = self.mesh.group_rank * num_tokens
-        tokens = torch.arange(first, first + num_tokens, device=embeds.device)
-        token_mask_t = None
-        if attention_mask is not None and attention_mask.dim() == 2:
-            token_mask_t = attention_mask[:, -block_size:].flatten()[first : first + num_tokens].bool()
-        return TokenPlace(num_sequences, block_size, tokens // block_size, token_mask_t)
 
 
 class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
@@ -253,6 +258,7 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         num_tokens_in_batch: Tensor | int | None = None,
+        earlier_choices: Tensor | None = None,
         output_logits: bool | None = None,
         **kwargs: Any,
     ) -> GatherMoeCausalLMOutput:
@@ -262,6 +268,7 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         shift_labels         the same, shifted already; by name only, for Trainer takes every named label for required
         num_items_in_batch   targets the loss is divided by; default: those in this call
         num_tokens_in_batch  valid tokens the auxiliary losses are divided by; default: in proportion to the targets
+        earlier_choices      `choices` of the batch's call before this one, for balance_scope="global_batch"
         output_logits        default: on one process yes, under a mesh no. Without them the loss needs no [B, S, V].
         """
         shift_labels = kwargs.pop("shift_labels", None)
@@ -294,7 +301,7 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         )
         if labels is not None or shift_labels is not None:
             targets = shift_labels if shift_labels is not None else _shift(labels)
-            counts = BatchCounts(num_items_in_batch, num_tokens_in_batch)
+            counts = BatchCounts(num_items_in_batch, num_tokens_in_batch, earlier_choices)
             self._add_losses(result, hidden, outputs.router_statistics, targets, counts)
         return result
 
@@ -313,16 +320,23 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         if result.logits is not None and result.logits.shape[:2] == targets.shape:
             total, nll = _losses_of_logits(result.logits, targets, z_coef=config.logits_z_loss_coef)
         else:
-            hidden = gather_tokens(hidden, self.mesh.group)
-            total, nll, _ = self.lm_head(hidden, targets=targets, z_coef=config.logits_z_loss_coef)
+            chunks = wire_of(config).chunks(hidden.flatten(0, -2), self.mesh.group)
+            total, nll, _ = self.lm_head(hidden, targets=targets, z_coef=config.logits_z_loss_coef, chunks=chunks)
         result.loss, result.lm_loss = total / items, nll.detach() / items
         none = nll.new_zeros(0)
-        result.sums = TokenSums(nll.detach(), none, none, none)
+        result.sums = TokenSums(nll.detach(), *[none] * 7)
         if not router_statistics or not self.training:
             return
-        statistics = _totals(router_statistics, self)
-        auxiliary = auxiliary_losses(statistics, num_active=config.num_experts_per_tok, scope=config.balance_scope)
-        expert_counts = torch.stack([layer.counts_BE.detach().sum(0) for layer in statistics])
+        statistics = total_statistics(router_statistics, self.mesh.group)
+        expert_counts = torch.stack([layer.counts_BE.sum(0) for layer in statistics])
+        if config.balance_scope == "global_batch":
+            result.choices = counts_so_far(expert_counts, earlier_LE=counts.earlier_choices, mesh=self.mesh)
+        auxiliary = auxiliary_losses(
+            statistics,
+            num_active=config.num_experts_per_tok,
+            scope=config.balance_scope,
+            batch_counts_LE=result.choices,
+        )
         if counts.tokens is None:
             # A batch that is cut in several calls: this call's share of the targets stands for its share of tokens.
             tokens = expert_counts[0].sum() / config.num_experts_per_tok * items / num_targets.clamp(min=1)
@@ -336,7 +350,11 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         if config.router_z_loss_coef:
             result.loss = result.loss + config.router_z_loss_coef * z
         result.aux_loss, result.z_loss = balance.detach(), z.detach()
-        result.sums = TokenSums(nll.detach(), auxiliary.balance_L.detach(), auxiliary.z_L.detach(), expert_counts)
+        entropy = torch.stack([layer.entropy_B.sum() for layer in statistics])
+        dropped = none if config.capacity_factor is None else torch.stack([s.dropped_B.sum() for s in statistics])
+        loads = rank_loads(expert_counts, layers=self.model.layers, config=config, num_tokens=targets.numel())
+        sums = (auxiliary.balance_L.detach(), auxiliary.z_L.detach(), entropy, expert_counts, dropped)
+        result.sums = TokenSums(nll.detach(), *sums, *loads)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' generate, for a model that lives on one process."""
@@ -372,17 +390,6 @@ def _losses_of_logits(logits: Tensor, targets: Tensor, *, z_coef: float) -> tupl
         return nll, nll
     squares = exact.logsumexp(-1).square()
     return nll + z_coef * squares.masked_fill(targets.flatten() == IGNORED, 0.0).sum(), nll
-
-
-def _totals(statistics: list[RouterStatistics], model: GatherMoeForCausalLM) -> list[RouterStatistics]:
-    """Sum all layers' statistics over the group in one all-reduce."""
-    if model.mesh.group is None:
-        return statistics
-    parts = [part for layer in statistics for part in layer]
-    flat = total_over_group(torch.cat([part.flatten() for part in parts]), model.mesh.group)
-    sums = [s.view_as(p) for s, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
-    totals = [RouterStatistics(*sums[i : i + 3]) for i in range(0, len(sums), 3)]
-    return [RouterStatistics(layer.counts_BE.detach(), layer.probs_BE, layer.z_B) for layer in totals]
 
 
 AutoConfig.register("gather_moe", GatherMoeConfig, exist_ok=True)

@@ -1,16 +1,21 @@
 """The feed-forward half of a decoder block: a sparse mixture of experts, or one dense SwiGLU layer."""
 
+from functools import partial
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .collectives import gather_tokens, scatter_tokens
+from .capacity import expert_capacity, kept_choices
 from .config import GatherMoeConfig
 from .cost import MoeTraffic, choose_strategy
-from .dispatch import Dispatch, dispatch
+from .dispatch import Dispatch, Dispatched, dispatch
 from .experts import GatherMoeExperts
+from .gathered_linear import gather_linear, linear_scatter
 from .linear import Linear
 from .mesh import ParallelMesh
 from .router import GatherMoeRouter, Routing
+from .wire import wire_of
 
 
 class GatherMoeSparseBlock(nn.Module):
@@ -18,17 +23,37 @@ class GatherMoeSparseBlock(nn.Module):
 
     def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh) -> None:
         super().__init__()
-        self.mesh, self.strategy, self.sizes = mesh, config.strategy, config.sizes
+        self.mesh, self.strategy, self.sizes, self.wire = mesh, config.strategy, config.sizes, wire_of(config)
+        self.capacity_factor = config.capacity_factor
         self.gate = GatherMoeRouter(config)
         self.experts = GatherMoeExperts(config, mesh=mesh)
 
     def forward(
-        self, x_tD: Tensor, *, router_weight: Tensor | None = None, token_mask_t: Tensor | None = None
-    ) -> tuple[Tensor, Routing]:
+        self,
+        x_tD: Tensor,
+        *,
+        router_weight: Tensor | None = None,
+        token_mask_t: Tensor | None = None,
+        noise_t: Tensor | None = None,
+    ) -> Dispatched:
         """This rank's normed tokens [t, D] -> their outputs [t, D], and how they were routed."""
-        routing = self.gate(x_tD, weight=router_weight, token_mask_t=token_mask_t)
-        work = Dispatch(x_tD, routing, self.experts, self.mesh)
-        return dispatch(work, strategy=self.strategy_for(x_tD)), routing
+        route = partial(self._route, x_tD, weight=router_weight, token_mask_t=token_mask_t, noise_t=noise_t)
+        return dispatch(Dispatch(x_tD, route, self.experts, self.mesh, self.wire), strategy=self.strategy_for(x_tD))
+
+    def _route(self, x_tD: Tensor, **options: Any) -> Routing:
+        """The gate's choice; in training without what an expert has no room for, where there is a capacity."""
+        routing = self.gate(x_tD, **options)
+        if self.capacity_factor is None or not self.training:
+            return routing
+        num_active, num_experts = self.sizes.num_experts_per_tok, self.sizes.num_experts
+        capacity = expert_capacity(
+            x_tD.shape[0] * self.mesh.layout.tp,
+            num_active=num_active,
+            num_experts=num_experts,
+            factor=self.capacity_factor,
+        )
+        kept_tA = kept_choices(routing.expert_ids_tA, num_experts=num_experts, capacity=capacity, group=self.mesh.group)
+        return routing.dropping(kept_tA)
 
     def strategy_for(self, x_tD: Tensor) -> str:
         """The configured strategy; for "auto" what sends least for as many tokens as there are."""
@@ -49,7 +74,7 @@ class GatherMoeMlp(nn.Module):
 
     def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.wire = mesh, wire_of(config)
         width = config.intermediate_size // mesh.layout.tp
         self.gate_proj = Linear(config.hidden_size, width)
         self.up_proj = Linear(config.hidden_size, width)
@@ -57,6 +82,8 @@ class GatherMoeMlp(nn.Module):
 
     def forward(self, x_tD: Tensor) -> Tensor:
         """This rank's normed tokens [t, D] -> their outputs [t, D]."""
-        x_TD = gather_tokens(x_tD, self.mesh.group)
-        partial_TD = self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
-        return scatter_tokens(partial_TD, self.mesh.group)
+        if self.mesh.group is None:
+            return self.down_proj(F.silu(self.gate_proj(x_tD)) * self.up_proj(x_tD))
+        gathering = self.wire.gathering(x_tD, self.mesh.group)
+        gate, up = gather_linear(x_tD, [self.gate_proj.weight, self.up_proj.weight], gathering=gathering)
+        return linear_scatter(F.silu(gate) * up, self.down_proj.weight, chunks=gathering.chunks)

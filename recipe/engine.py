@@ -15,9 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
+from modeling.experts import GatherMoeExperts
 from modeling.init import full_shapes, shard_table
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
+from modeling.noise import NoiseOrigin
+from modeling.outputs import TokenSums
+from modeling.resident import choose_copies
+from modeling.router import GatherMoeRouter
 from recipe.data.batches import MicroBatch
 from recipe.settings.ds_training import OptimizerOptions
 
@@ -61,21 +66,6 @@ class Mpu:
 
     def get_pipeline_model_parallel_rank(self) -> int:
         return 0
-
-
-class LossSums(NamedTuple):
-    """Sums over this group's tokens of one or more micro-batches, on the device and without any gradient.
-
-    nll            []         negative log-likelihoods over the targets, in nats
-    balance_L      [L_moe]    balance losses over valid tokens, per layer
-    z_L            [L_moe]    router z-losses over valid tokens, per layer
-    expert_counts  [L_moe, E] choices of each expert
-    """
-
-    nll: Tensor
-    balance_L: Tensor
-    z_L: Tensor
-    expert_counts: Tensor
 
 
 class StepCounts(NamedTuple):
@@ -129,12 +119,19 @@ class Engine:
         *,
         ds_config: dict[str, Any],
         optimizer: torch.optim.Optimizer,
+        seed: int = 0,
     ) -> None:
-        """`ds_config` is DeepSpeed's alone: no "auto", no scheduler, no optimizer block.
+        """`ds_config` is DeepSpeed's alone: no "auto", no scheduler, no optimizer block. `seed` is the jitter's.
 
-        Raises ValueError where a trainable parameter is in no group of the optimizer.
+        Raises ValueError where a trainable parameter is in no group of the optimizer, and for copies with ZeRO-3.
         """
         _check_ownership(model, optimizer)
+        self.zero_stage = int(ds_config.get("zero_optimization", {}).get("stage", 0))
+        if self.zero_stage == 3 and model.config.resident_experts:
+            raise ValueError(
+                f"resident_experts={model.config.resident_experts} cannot be used with ZeRO-3, which leaves no rank "
+                "whole experts to lend; use stage 0, 1 or 2, or resident_experts=0"
+            )
         self.mesh = model.mesh
         tag_parameters(model, config=model.config, mesh=self.mesh)
         if not deepspeed.comm.is_initialized():
@@ -142,8 +139,10 @@ class Engine:
         self.ds, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, mpu=Mpu(self.mesh), config=ds_config, dist_init_required=False
         )
+        self._seed = seed
+        self._choices: Tensor | None = None  # [L_moe, E] of the accumulated micro-batches, for the routers' biases
+        self._loads: Tensor | None = None  # [L_moe, E] of the step before, which the next one's copies are chosen by
         self.accumulation = int(ds_config.get("gradient_accumulation_steps", 1))
-        self.zero_stage = int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
     @property
     def model(self) -> GatherMoeForCausalLM:
@@ -162,14 +161,19 @@ class Engine:
         dist.all_reduce(counts, group=self.mesh.dp_group)
         return StepCounts(*counts.tolist())
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], *, counts: StepCounts) -> LossSums:
-        """Forward and backward of all micro-batches of a step; afterwards the gradients are complete."""
+    def accumulate(self, micro_batches: Sequence[MicroBatch], *, counts: StepCounts) -> TokenSums:
+        """Forward and backward of all micro-batches of a step; afterwards the gradients are complete.
+
+        Returns the sums of this group over all micro-batches.
+        """
         if len(micro_batches) != self.accumulation:
             raise ValueError(
                 f"{len(micro_batches)} micro-batches were given, but gradient_accumulation_steps={self.accumulation}"
             )
         self.ds.train()
-        sums: list[LossSums] = []
+        self._fill_copies()
+        sums: list[TokenSums] = []
+        choices = None
         for i, micro_batch in enumerate(micro_batches):
             if i:
                 self.ds.step()  # between micro-batches it only counts
@@ -177,19 +181,33 @@ class Engine:
                 **self._inputs(micro_batch),
                 num_items_in_batch=counts.num_targets,
                 num_tokens_in_batch=counts.num_tokens,
+                earlier_choices=choices,
+                noise=self._noise(micro_batch, index=i),
             )
+            choices = output.choices
             # DeepSpeed divides by the accumulation count and averages over dp; the loss is already a share of the
             # global mean, so undo both.
             self.ds.backward(output.loss * (self.accumulation * self.mesh.layout.dp))
-            sums.append(LossSums(*output.sums))
-        return LossSums(*(torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)))
+            sums.append(output.sums)
+        # In float64, where whole numbers stay exact however many micro-batches there are.
+        choices_LE = torch.stack([part.expert_counts for part in sums]).double().sum(0)
+        self._choices, self._loads = choices_LE if counts.num_targets else None, choices_LE
+        return TokenSums(*(torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)))
 
     def update(self, *, learning_rate: float) -> float:
-        """Clip, take one optimizer step with `learning_rate`, and return the gradient norm before clipping."""
+        """Clip, take one optimizer step with `learning_rate`, and return the gradient norm before clipping.
+
+        The routers' biases move, too, unless DeepSpeed leaves the step out or nothing in its batch had a target.
+        """
         for group in self.ds.optimizer.param_groups:
             group["lr"] = learning_rate
-        plain_norm = self._plain_gradient_norm()
+        plain_norm, skipped_before = self._plain_gradient_norm(), self.skipped_steps
         self.ds.step()
+        for experts in self.experts_with_copies():
+            experts.drop_copies()
+        choices_LE, self._choices = self._choices, None
+        if choices_LE is not None and self.skipped_steps == skipped_before:
+            self._move_router_biases(choices_LE)
         norm = self.ds.get_global_grad_norm()
         return plain_norm if norm is None else float(norm)
 
@@ -208,6 +226,28 @@ class Engine:
         total_nll, count = totals.tolist()
         return Evaluation(total_nll, int(count))
 
+    def loads(self) -> list[list[float]] | None:
+        """How often each expert of each MoE layer was chosen by this group in the last step; None before the first."""
+        return None if self._loads is None else self._loads.tolist()
+
+    def restore_loads(self, loads: list[list[float]] | None) -> None:
+        """Choose the next step's copies by these, of which all ranks of a group give the same."""
+        self._loads = None if loads is None else torch.tensor(loads, dtype=torch.float64, device=self.ds.device)
+
+    def experts_with_copies(self) -> list[GatherMoeExperts]:
+        """Of every MoE layer, in their order; none without `resident_experts`."""
+        return [m for m in self.model.modules() if isinstance(m, GatherMoeExperts) and m.copies is not None]
+
+    def _fill_copies(self) -> None:
+        """Copy the experts that were hot in this group's last step, once for all micro-batches of this one."""
+        layers = self.experts_with_copies()
+        if self._loads is None or not layers:
+            return
+        config, ep = self.model.config, self.mesh.layout.ep
+        chosen_LPC = choose_copies(self._loads, num_ranks=ep, num_copies=config.resident_experts)
+        for experts, copies in zip(layers, chosen_LPC.tolist(), strict=True):
+            experts.fill_copies(copies)
+
     def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         device = self.ds.device
         inputs: dict[str, Any] = {
@@ -220,6 +260,30 @@ class Engine:
         if micro_batch.token_mask is not None:
             inputs["attention_mask"] = micro_batch.token_mask.to(device, non_blocking=True)
         return inputs
+
+    def _noise(self, micro_batch: MicroBatch, *, index: int) -> NoiseOrigin | None:
+        """Of the step's micro-batch `index`, by the place of its tokens in the stream that all groups read."""
+        if not self.model.config.router_jitter_noise:
+            return None
+        parts_before = (self.ds.global_steps * self.accumulation + index) * self.mesh.layout.dp + self.mesh.dp_rank
+        return NoiseOrigin(self._seed, parts_before * micro_batch.input_ids.numel())
+
+    @torch.no_grad()
+    def _move_router_biases(self, choices_LE: Tensor) -> None:
+        """Experts chosen less than the mean of their layer become more attractive by a fixed step (2408.15664, §3).
+
+        choices_LE [L_moe, E] float64 are this group's; those of the whole global batch decide. The host reads nothing.
+        """
+        rate = self.model.config.balance_bias_update_rate
+        routers = [module for module in self.model.modules() if isinstance(module, GatherMoeRouter)]
+        if not rate or not routers:
+            return
+        dist.all_reduce(choices_LE, group=self.mesh.dp_group)
+        lacking_LE = choices_LE.sum(-1, keepdim=True) - choices_LE * choices_LE.shape[-1]
+        for router, lacking_E in zip(routers, lacking_LE, strict=True):
+            bias_E = router.e_score_correction_bias
+            assert bias_E is not None
+            bias_E += rate * lacking_E.sign().to(bias_E.dtype)
 
     def _plain_gradient_norm(self) -> float:
         """The global norm where DeepSpeed keeps none (stage 0 in float32); 0.0 elsewhere, where it is not needed."""

@@ -5,8 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from modeling.placement import place_experts
 from recipe.checkpoint.agreement import on_every
 from recipe.checkpoint.commit import write_checkpoint
+from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
+from recipe.checkpoint.expert_counts import read_expert_counts, write_expert_counts
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.folders import LATEST
 from recipe.checkpoint.hugging_face import FOLDER, ExportOptions, export_hugging_face
@@ -28,6 +33,7 @@ from recipe.metrics import (
     make_step_record,
     read_peak_memory_bytes,
 )
+from recipe.move_experts import move_experts
 from recipe.records import MetricsWriter, ProgressBar, describe_evaluation
 from recipe.replicas import check_replicas
 from recipe.run import Run, check_resumable, checkpoint_details, pick_dtype
@@ -50,10 +56,10 @@ class TrainingLoop:
 
     def __init__(self, run: Run, engine: Engine, *, checkpoint: Checkpoint | None) -> None:
         self.run, self._engine = run, engine
-        sizes = run.config.sizes
-        self._meter = StepMeter(num_moe_layers=sizes.num_moe_layers, num_experts=sizes.num_experts)
+        self._meter = StepMeter()
         self._step = self._position = 0
         self._already_s = 0.0  # training time behind the sums of an unfinished log line
+        self._expert_counts: Tensor | None = None  # [L_moe, E] of this group since the last checkpoint
         self._last: StepRecord | None = None
         self._evaluation: EvalRecord | None = None
         if checkpoint is not None:
@@ -61,7 +67,11 @@ class TrainingLoop:
             state = load_native(engine, checkpoint.folder)
             self._meter.restore(state["meter"], device=engine.ds.device)
             self._already_s = state["elapsed_s"]
+            engine.restore_loads(state["loads"])
             self._step, self._position = checkpoint.step, checkpoint.details["position"]
+            if run.arguments.place_experts:
+                self._place_experts(checkpoint.folder)
+        self._saved_step = self._step
         self._writer = self._open_metrics()
         # All ranks of a machine measure at once, so that the sum is what they can do together.
         run.ranks.barrier()
@@ -111,18 +121,16 @@ class TrainingLoop:
         schedule, peak = run.settings.schedule, run.settings.optimizer.learning_rate
         grad_norm = engine.update(learning_rate=learning_rate_at(self._step, schedule=schedule, peak=peak))
         self._position = step.position
+        counts_LE = sums.expert_counts.double()
+        self._expert_counts = counts_LE if self._expert_counts is None else self._expert_counts + counts_LE
         block_size = run.settings.block_size
-        num_tokens = sum(batch.input_ids.numel() for batch in step.micro_batches)
         self._meter.add(
-            sums.nll,
+            sums,
             num_targets=sum(batch.num_targets for batch in step.micro_batches),
-            num_tokens=num_tokens,
+            num_tokens=sum(batch.input_ids.numel() for batch in step.micro_batches),
             squared_lengths=sum(
                 sum_squared_lengths(batch.document_starts, block_size=block_size) for batch in step.micro_batches
             ),
-            aux_losses=sums.balance_L / num_tokens,
-            z_losses=sums.z_L / num_tokens,
-            expert_counts=sums.expert_counts,
         )
         if counts.num_targets == 0:
             bar.say(f"step {self._step}: an empty step, no token of its batch has a target")
@@ -145,6 +153,19 @@ class TrainingLoop:
             elapsed_s=self._clock.lap(),
         )
         return make_step_record(combined, state=state, sizes=run.config.sizes, peak_flops_per_s=self._peak_flops_per_s)
+
+    def _place_experts(self, folder: Path) -> None:
+        """Even the ranks' work out by the loads in a checkpoint that has just been loaded. Collective."""
+        counts = read_expert_counts(folder / COUNTS_NAME)
+        placements = [place_experts(layer, num_ranks=self.run.mesh.layout.ep) for layer in counts.counts]
+        numbers = [placement.numbers for placement in placements]
+        move_experts(self._engine, numbers)
+        self._meter.renumber_experts(numbers)
+        before, after = (max(values) for values in zip(*((p.rho_now, p.rho) for p in placements), strict=True))
+        self.run.say(
+            f"experts placed by the routing of steps {counts.first_step} to {counts.last_step}: in the most uneven "
+            f"layer the busiest rank's load over the mean goes from {before:.3f} to {after:.3f}"
+        )
 
     def _between_steps(self, bar: ProgressBar, writer: MetricsWriter | None, *, is_last: bool) -> None:
         """What is due after a step that is not the last one."""
@@ -191,18 +212,37 @@ class TrainingLoop:
             keep=arguments.save_total_limit,
             details=checkpoint_details(run, position=self._position),
         )
+        self._expert_counts, self._saved_step = None, self._step
 
     def _write_files(self, folder: Path, *, with_hf: bool) -> None:
         run = self.run
-        rank_state = {"meter": self._meter.state(), "elapsed_s": self._clock.elapsed_s()}
+        rank_state = {
+            "meter": self._meter.state(),
+            "elapsed_s": self._clock.elapsed_s(),
+            "loads": self._engine.loads(),
+        }
+        steps = (self._saved_step + 1, self._step)
+        expert_counts = self._gather_expert_counts()
+
+        def write() -> None:
+            save_native(self._engine, folder, rank_state=rank_state)
+            if expert_counts and run.ranks.rank == 0:
+                write_expert_counts(folder, expert_counts, first_step=steps[0], last_step=steps[1])
+
         # Whoever fails here must not leave the others in the export's collectives.
-        on_every(lambda: save_native(self._engine, folder, rank_state=rank_state), ranks=run.ranks)
+        on_every(write, ranks=run.ranks)
         if with_hf:
             dtype = pick_dtype(run.arguments.hf_dtype, precision=run.settings.precision)
             options = ExportOptions(run.arguments.hf_format, dtype)
             export_hugging_face(
                 self._engine, folder / FOLDER, tokenizer=run.data.tokenizer, options=options, ranks=run.ranks
             )
+
+    def _gather_expert_counts(self) -> list[list[float]]:
+        """Per MoE layer and expert, over all ranks since the last checkpoint; nothing without layers or steps."""
+        counts = [] if self._expert_counts is None else self._expert_counts.tolist()
+        groups = self.run.ranks.gather(counts)[:: self.run.mesh.layout.tp]
+        return [[math.fsum(expert) for expert in zip(*layer, strict=True)] for layer in zip(*groups, strict=True)]
 
     def _loader(self, bar: ProgressBar) -> StepLoader:
         run = self.run

@@ -15,18 +15,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from modeling.layout import ModelSizes
+from modeling.outputs import TokenSums
 from recipe.flops import model_flops_per_token
+
+LOADS = ("rho", "dead_experts", "router_entropy")  # what is logged of every MoE layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """Sums since the last log; plain numbers, so that ranks can exchange them.
 
-    The tuples have one entry per MoE layer and are empty in a model without one. Balance and z losses are weighted
-    by the tokens of their micro-batch. `expert_counts` are token-expert pairs per layer and expert.
+    The tuples have one entry per MoE layer and are empty in a model without one: sums over tokens of both losses and of
+    the entropy of the router's scores, `expert_counts`, the token-expert pairs of each expert, and `dropped`, those
+    that found no room, empty where there is no capacity. `slowest` and `slowest_bound` are rows as in RankLoads.
     """
 
     loss_sum: float
@@ -35,77 +38,75 @@ class Totals:
     squared_lengths: int
     aux_sums: tuple[float, ...]
     z_sums: tuple[float, ...]
+    entropy_sums: tuple[float, ...]
     expert_counts: tuple[tuple[float, ...], ...]
+    dropped: tuple[float, ...]
+    slowest: tuple[float, ...]
+    slowest_bound: tuple[float, ...]
     peak_memory_bytes: int
 
 
 class StepMeter:
     """Adds up micro-batches on the device they are on; nothing is read by the host before `take`."""
 
-    def __init__(self, *, num_moe_layers: int, num_experts: int) -> None:
-        self._shape = (num_moe_layers, num_experts)
-        self._sums: Tensor | None = None  # all float sums in one vector, so that reading them waits once
+    def __init__(self) -> None:
+        self._sums: TokenSums | None = None  # in float64
         self._num_targets = self._num_tokens = self._squared_lengths = 0
 
-    def add(
-        self,
-        loss_sum: Tensor,
-        *,
-        num_targets: int,
-        num_tokens: int,
-        squared_lengths: int,
-        aux_losses: Tensor,
-        z_losses: Tensor,
-        expert_counts: Tensor,
-    ) -> None:
-        """Add a micro-batch of the group.
-
-        loss_sum        []      sum of its token losses, without auxiliary terms
-        aux_losses      [L]     balance loss per MoE layer, unscaled
-        z_losses        [L]     router z-loss per MoE layer, unscaled
-        expert_counts   [L, E]  token-expert pairs
-
-        `squared_lengths` is the sum of length^2 over its documents; all values are the whole group's.
-        """
-        parts = [loss_sum.reshape(1), aux_losses * num_tokens, z_losses * num_tokens, expert_counts.flatten()]
-        sums = torch.cat([part.detach().double() for part in parts])
-        self._sums = sums if self._sums is None else self._sums + sums
+    def add(self, token_sums: TokenSums, *, num_targets: int, num_tokens: int, squared_lengths: int) -> None:
+        """Add a step, or a part of one, of the group; `squared_lengths` is the sum of length^2 over its documents."""
+        sums = [part.detach().double() for part in token_sums]
+        if self._sums is not None:
+            sums = [old + new for old, new in zip(self._sums, sums, strict=True)]
+        self._sums = TokenSums(*sums)
         self._num_targets += num_targets
         self._num_tokens += num_tokens
         self._squared_lengths += squared_lengths
 
     def take(self, *, peak_memory_bytes: int) -> Totals:
-        """The sums so far, which then start again at zero. Waits for the device."""
+        """The sums so far, which then start again at zero. Waits for the device, once."""
         if self._sums is None:
             raise ValueError("nothing was added since the last time; call add() for every micro-batch")
-        num_layers, num_experts = self._shape
-        loss_sum, *rest = self._sums.tolist()
-        counts = rest[2 * num_layers :]
+        flat = torch.cat([part.flatten() for part in self._sums]).cpu().split([part.numel() for part in self._sums])
+        sums = TokenSums(*(part.view(like.shape) for part, like in zip(flat, self._sums, strict=True)))
         totals = Totals(
-            loss_sum=loss_sum,
+            loss_sum=sums.nll.item(),
             num_targets=self._num_targets,
             num_tokens=self._num_tokens,
             squared_lengths=self._squared_lengths,
-            aux_sums=tuple(rest[:num_layers]),
-            z_sums=tuple(rest[num_layers : 2 * num_layers]),
-            expert_counts=tuple(
-                tuple(counts[layer * num_experts : (layer + 1) * num_experts]) for layer in range(num_layers)
-            ),
+            aux_sums=tuple(sums.balance_L.tolist()),
+            z_sums=tuple(sums.z_L.tolist()),
+            entropy_sums=tuple(sums.entropy_L.tolist()),
+            expert_counts=tuple(tuple(counts) for counts in sums.expert_counts.tolist()),
+            dropped=tuple(sums.dropped_L.tolist()),
+            slowest=tuple(sums.slowest_L.tolist()),
+            slowest_bound=tuple(sums.bound_L.tolist()),
             peak_memory_bytes=peak_memory_bytes,
         )
         self._sums = None
         self._num_targets = self._num_tokens = self._squared_lengths = 0
         return totals
 
+    def renumber_experts(self, numbers_by_layer: Sequence[Sequence[int]]) -> None:
+        """Count what expert i of a layer was sent so far for expert numbers[i] from now on."""
+        if self._sums is None:
+            return
+        counts = torch.empty_like(self._sums.expert_counts)
+        for row, old_row, numbers in zip(counts, self._sums.expert_counts, numbers_by_layer, strict=True):
+            row[torch.tensor(numbers, device=row.device)] = old_row
+        self._sums = self._sums._replace(expert_counts=counts)
+
     def state(self) -> dict[str, Any]:
         """The sums so far, for a checkpoint between two logged steps."""
-        sums = None if self._sums is None else self._sums.tolist()
+        sums = None if self._sums is None else [part.tolist() for part in self._sums]
         return {"sums": sums, "counts": (self._num_targets, self._num_tokens, self._squared_lengths)}
 
     def restore(self, state: dict[str, Any], *, device: torch.device) -> None:
         """Go on from a `state()`."""
         sums = state["sums"]
-        self._sums = None if sums is None else torch.tensor(sums, dtype=torch.float64, device=device)
+        if sums is not None:
+            sums = TokenSums(*(torch.tensor(part, dtype=torch.float64, device=device) for part in sums))
+        self._sums = sums
         self._num_targets, self._num_tokens, self._squared_lengths = state["counts"]
 
 
@@ -119,7 +120,11 @@ def combine_ranks(by_rank: Sequence[Totals], *, tp: int) -> Totals:
         squared_lengths=sum(group.squared_lengths for group in groups),
         aux_sums=_add_up([group.aux_sums for group in groups]),
         z_sums=_add_up([group.z_sums for group in groups]),
+        entropy_sums=_add_up([group.entropy_sums for group in groups]),
         expert_counts=tuple(_add_up(counts) for counts in zip(*(group.expert_counts for group in groups), strict=True)),
+        dropped=_add_up([group.dropped for group in groups]),
+        slowest=_add_up([group.slowest for group in groups]),
+        slowest_bound=_add_up([group.slowest_bound for group in groups]),
         peak_memory_bytes=max(rank.peak_memory_bytes for rank in by_rank),
     )
 
@@ -151,12 +156,18 @@ class StepRecord:
     model_flops_per_s: float
     mfu: float
     rho: tuple[float, ...] | None  # per MoE layer, the busiest expert's load over the mean load
+    dead_experts: tuple[int, ...] | None  # per MoE layer, experts that got no token since the last line
+    router_entropy: tuple[float, ...] | None  # per MoE layer, of the scores over all experts, in nats, mean over tokens
+    dropped: tuple[float, ...] | None  # per MoE layer, share of the choices that a capacity dropped; None without one
+    rank_rho: tuple[float, ...] | None  # per MoE layer, rows of the busiest rank over their mean; None where ep is 1
+    rank_rho_bound: tuple[float, ...] | None  # no choice of copies gives less; None without copies
     skipped_steps: int
     peak_memory_bytes: int  # of the rank with the highest
 
     def as_dict(self) -> dict[str, Any]:
-        """The values by name, without the MoE ones where the model has no MoE layer."""
-        absent = {"aux_loss", "z_loss", "rho"} if self.rho is None else set()
+        """The values by name, without those of MoE layers, of a capacity or of shared experts where there are none."""
+        absent = {"aux_loss", "z_loss", *LOADS} if self.rho is None else set()
+        absent |= {name for name in ("dropped", "rank_rho", "rank_rho_bound") if getattr(self, name) is None}
         return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
@@ -189,6 +200,11 @@ def make_step_record(totals: Totals, *, state: StepState, sizes: ModelSizes, pea
         model_flops_per_s=flops_per_s,
         mfu=flops_per_s / peak_flops_per_s,
         rho=tuple(load_ratio(counts) for counts in totals.expert_counts) or None,
+        dead_experts=tuple(counts.count(0) for counts in totals.expert_counts) or None,
+        router_entropy=tuple(total / totals.num_tokens for total in totals.entropy_sums) or None,
+        dropped=_dropped_shares(totals) if totals.dropped else None,
+        rank_rho=_over_rows(totals.slowest, totals=totals),
+        rank_rho_bound=_over_rows(totals.slowest_bound, totals=totals),
         skipped_steps=state.skipped_steps,
         peak_memory_bytes=totals.peak_memory_bytes,
     )
@@ -210,6 +226,15 @@ def mean_loss(loss_sum: float, *, num_targets: int) -> float | None:
 def moe_layer_mean(values: Sequence[float]) -> float | None:
     """The mean over MoE layers, given one value for each of them; None in a model that has none."""
     return sum(values) / len(values) if values else None
+
+
+def _over_rows(values: Sequence[float], *, totals: Totals) -> tuple[float, ...] | None:
+    """Values per MoE layer over the rows that experts had there: NaN where these are none, None without values."""
+    if not values:
+        return None
+    dropped = totals.dropped or (0.0,) * len(values)
+    rows = [sum(counts) - lost for counts, lost in zip(totals.expert_counts, dropped, strict=True)]
+    return tuple(value / row if row else math.nan for value, row in zip(values, rows, strict=True))
 
 
 def load_ratio(counts: Sequence[float]) -> float:
@@ -249,6 +274,12 @@ def read_peak_memory_bytes(device: str) -> int:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _dropped_shares(totals: Totals) -> tuple[float, ...]:
+    """Per MoE layer, of its choices; NaN where there was none."""
+    chosen = [sum(counts) for counts in totals.expert_counts]
+    return tuple(part / whole if whole else math.nan for part, whole in zip(totals.dropped, chosen, strict=True))
 
 
 def _add_up(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

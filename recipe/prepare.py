@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +20,10 @@ from recipe.checkpoint.run_folder import RunFolder
 from recipe.data.options import DataOptions, option_faults
 from recipe.data.prepare import PreparedData, prepare_data
 from recipe.engine import Engine, build_optimizer
+from recipe.graphs import CudaCapture, install_graphs
 from recipe.launch.start import World
 from recipe.ranks import Ranks
+from recipe.records import tensorboard_faults
 from recipe.run import Run, describe_parameters
 from recipe.settings.ds_config import ResolvedConfig
 from recipe.settings.flags import Arguments
@@ -91,7 +93,11 @@ def prepare_engine(run: Run) -> Engine:
         model.gradient_checkpointing_enable()
     model.to(device=torch.device(run.world.device))  # type: ignore[call-arg]
     run.say(describe_parameters(model, run.config))
-    return Engine(model, ds_config=run.settings.engine, optimizer=build_optimizer(model, run.settings.optimizer))
+    optimizer = build_optimizer(model, run.settings.optimizer)
+    engine = Engine(model, ds_config=run.settings.engine, optimizer=optimizer, seed=arguments.seed)
+    if run.settings.parallel.cuda_graph:
+        install_graphs(engine.model, capture=CudaCapture())
+    return engine
 
 
 def data_options(arguments: Arguments) -> DataOptions:
@@ -123,14 +129,17 @@ def _own_tokenizer(model_folder: str | None) -> str | None:
 
 
 def request_faults(arguments: Arguments, model: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the data options, the tokenizer and the export, to be listed with all else."""
+    """What is wrong with the data options, the tokenizer, the export and the tracker, to be listed with all else."""
     faults = []
+    if "tensorboard" in arguments.report_to:
+        faults += tensorboard_faults()
     try:
         faults += option_faults(data_options(arguments))
     except ValueError as error:
         faults.append(str(error))
     try:
-        choose_type(GatherMoeConfig(**model), hf_format=arguments.hf_format)
+        config = GatherMoeConfig(**model, balance_bias_update_rate=arguments.balance_bias_update_rate)
+        choose_type(config, hf_format=arguments.hf_format)
     except (ValueError, StrictDataclassError) as error:
         faults.append(str(error))
     return faults
@@ -153,8 +162,12 @@ def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
         "router_z_loss_coef": arguments.router_z_loss_coef,
         "logits_z_loss_coef": arguments.logits_z_loss_coef,
         "balance_scope": arguments.balance_scope,
+        "balance_bias_update_rate": arguments.balance_bias_update_rate,
+        "router_jitter_noise": arguments.router_jitter_noise,
+        "capacity_factor": arguments.capacity_factor,
         "experts_backend": request.settings.parallel.experts_backend,
         "strategy": request.settings.parallel.strategy,
+        **asdict(request.settings.parallel.wire),
         "use_cache": False,
     }
     config = GatherMoeConfig(**request.model, **of_this_run)

@@ -1,5 +1,6 @@
 """Where a run's numbers go: a progress bar, metrics.jsonl, TensorBoard, and JSON files that are whole or not there."""
 
+import importlib.util
 import json
 import math
 import os
@@ -87,9 +88,15 @@ class ProgressBar:
 
 
 def describe_step(record: StepRecord) -> str:
-    """The part of a record that fits behind a progress bar."""
+    """The part of a record that fits behind a progress bar; of the MoE layers the worst one's values."""
     loss = "none" if record.loss is None else f"{record.loss:.4f}"
-    return f"loss {loss}, {record.tokens_per_s:,.0f} tokens/s, {record.peak_memory_bytes / GIB:.2f} GiB"
+    text = f"loss {loss}, {record.tokens_per_s:,.0f} tokens/s, {record.peak_memory_bytes / GIB:.2f} GiB"
+    if record.rho is None or record.dead_experts is None or record.router_entropy is None:
+        return text
+    return (
+        f"{text}, rho {max(record.rho):.2f}, {sum(record.dead_experts)} dead experts, "
+        f"router entropy {min(record.router_entropy):.2f}"
+    )
 
 
 def describe_evaluation(record: EvalRecord) -> str:
@@ -116,13 +123,16 @@ def _drop_lines_after(path: Path, *, step: int, say: Callable[[str], None]) -> N
         say(f"{path}: dropped {len(lines) - len(kept)} lines logged after step {step}, which are run again")
 
 
+def tensorboard_faults() -> list[str]:
+    """What keeps `--report_to tensorboard` from working here, to be said before a run touches anything."""
+    if importlib.util.find_spec("tensorboard") is not None:
+        return []
+    return ["--report_to tensorboard needs the tensorboard package: pip install 'gather-moe[tensorboard]'"]
+
+
 def _open_tensorboard(folder: Path, *, after_step: int | None) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError(
-            "--report_to tensorboard needs the tensorboard package: pip install 'gather-moe[tensorboard]'"
-        ) from error
+    from torch.utils.tensorboard import SummaryWriter
+
     # Readers drop what an earlier writer logged from this step on.
     return SummaryWriter(str(folder), purge_step=None if after_step is None else after_step + 1)
 

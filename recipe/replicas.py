@@ -5,14 +5,14 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from modeling.init import full_shapes, shard_table
+from modeling.init import full_shapes, shard_table, stored_tensors
 from recipe.checkpoint.native import full_precision_shard
 from recipe.engine import Engine
 from recipe.ranks import Ranks
 
 
 def check_replicas(engine: Engine, ranks: Ranks) -> None:
-    """Compare a hash of every parameter among all ranks that hold the same part of it, bit for bit.
+    """Compare a hash of every parameter and router's bias among all ranks that hold the same part of it, bit for bit.
 
     `ranks` is the whole world. Up to ZeRO-2 the hash is of the numbers that the forward uses; under ZeRO-3 of the
     optimizer's copy, which the data-parallel ranks first put together, one parameter at a time, so there it compares
@@ -21,10 +21,11 @@ def check_replicas(engine: Engine, ranks: Ranks) -> None:
     Raises RuntimeError on every rank alike, naming the first parameter that differs and which ranks agree.
     """
     model, mesh = engine.model, engine.mesh
-    digests = {
-        name: _digest(full_precision_shard(parameter) if engine.zero_stage == 3 else parameter)
-        for name, parameter in model.named_parameters()
-    }
+    digests = {}
+    for name, tensor in stored_tensors(model).items():
+        if engine.zero_stage == 3 and isinstance(tensor, nn.Parameter):
+            tensor = full_precision_shard(tensor)
+        digests[name] = _digest(tensor)
     by_rank = ranks.gather(digests)
     table = shard_table(model.config, mesh)
     for name, shape in full_shapes(model, config=model.config, table=table).items():
@@ -35,11 +36,11 @@ def check_replicas(engine: Engine, ranks: Ranks) -> None:
         for same_part in holders.values():
             if len(same_part) > 1:
                 raise RuntimeError(
-                    f"ranks that must hold the same numbers do not: the parameter {name!r} differs between "
+                    f"ranks that must hold the same numbers do not: the tensor {name!r} differs between "
                     f"{' and '.join(f'ranks {some}' for some in same_part.values())}; go back to the last checkpoint"
                 )
 
 
-def _digest(tensor: Tensor | nn.Parameter) -> str:
+def _digest(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()

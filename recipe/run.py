@@ -26,7 +26,10 @@ from recipe.settings.flags import Arguments
 # Settings that may change from one start of a run to the next: its length, and what is only logged or kept.
 FREE_ON_RESUME = ("position", "tokens", "max_steps", "optimizer")
 # Entries of the model's configuration that say nothing about the function it computes.
-NOT_THE_MODEL = ("use_cache", "experts_backend", "strategy", "output_router_logits")
+NOT_THE_MODEL = (
+    *("use_cache", "experts_backend", "strategy", "output_router_logits"),
+    *("overlap", "overlap_chunks", "regather", "token_dtype", "combine_dtype", "resident_experts"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,6 +189,7 @@ def test_flags_that_exist_in_transformers_are_spelled_as_there() -> None:
     from transformers import TrainingArguments
 
     ours_alone = {"ds_config", "check_replicas_steps", "router_aux_loss_coef", "router_z_loss_coef", "balance_scope"}
+    ours_alone |= {"balance_bias_update_rate", "router_jitter_noise", "capacity_factor"}
     theirs = {field.name for field in fields(TrainingArguments)}
     shared = {"learning_rate", "warmup_steps", "max_grad_norm", "save_total_limit", "bf16", "adam_beta2", "eval_steps"}
     assert shared <= theirs & set(flag_specs())

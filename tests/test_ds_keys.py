@@ -80,7 +80,7 @@ def test_every_fixed_value_is_about_a_known_key() -> None:
     [
         ({"gradient_cliping": 0.25}, 'unknown key "gradient_cliping"; did you mean "gradient_clipping"?'),
         ({"bf16": {"enable": True}}, 'unknown key "bf16.enable"; did you mean "enabled"?'),
-        ({"parallel": {"pp": 2}}, 'unknown key "parallel.pp"; valid here: cuda_graph, ep,'),
+        ({"parallel": {"pp": 2}}, 'unknown key "parallel.pp"; valid here: combine_dtype, cuda_graph, ep,'),
         ({"parallel": {"etp": 2}}, 'unknown key "parallel.etp"; did you mean "tp"?'),
         ({"checkpoint": {"qqq": 2}}, 'unknown key "checkpoint.qqq"; valid here: checkpoint_serialization,'),
     ],

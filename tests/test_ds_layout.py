@@ -4,8 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from modeling.triton_products import grouped_backend
 from recipe.settings.ds_config import WorldInfo
+from recipe.settings.ds_wire import WireOptions
 from tests.resolving import TINY, faults_of, resolve
 
 
@@ -85,7 +88,7 @@ def test_r_cfg_06_tokens_must_be_shared_evenly() -> None:
 
 
 def test_r_cfg_06_faults_of_every_kind_come_in_one_message() -> None:
-    config = {"gradient_cliping": 1, "parallel": {"tp": 3, "overlap": True}, "fp16": {"enabled": True}}
+    config = {"gradient_cliping": 1, "parallel": {"tp": 3, "overlap": 2}, "fp16": {"enabled": True}}
     text = faults_of(config, "--lr_scheduler_type=constant", "--warmup_steps=3")
     for fault in [
         'did you mean "gradient_clipping"?',
@@ -93,7 +96,7 @@ def test_r_cfg_06_faults_of_every_kind_come_in_one_message() -> None:
         "world_size=4 cannot be cut into groups of tp=3",
         "num_attention_heads=4 cannot be split over tp=3; tp must be one of [1, 2, 4]",
         "num_key_value_heads=2 can neither be split nor replicated over tp=3",
-        '"parallel.overlap": True is not available in this version',
+        '"parallel.overlap": 2 is not one of "auto", true, false',
         "lr_scheduler_type constant has no warm-up, but warmup_steps=3",
     ]:
         assert fault in text
@@ -149,18 +152,63 @@ def test_the_default_zero_stage_avoids_reductions_between_nodes_per_micro_batch(
 
 def test_parallel_options_name_what_auto_became() -> None:
     got = resolve({"parallel": {"ep": 1}})
-    assert (got.parallel.cuda_graph, got.parallel.overlap) == (False, False)
+    assert got.parallel.cuda_graph is False
     assert got.parallel.experts_backend == "loop"
-    assert '"parallel.cuda_graph": "auto" became false: steps run eagerly in this version' in got.notes
-    gpu = WorldInfo(world_size=4, local_world_size=4, device="cuda")
-    assert resolve(None, world=gpu).parallel.experts_backend == "grouped"
+    assert got.parallel.wire == WireOptions(
+        overlap=True, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto"
+    )
+    assert '"parallel.overlap": "auto" became true: transfers travel while others are worked on' in got.notes
+    assert '"parallel.regather": "auto" became false: gathered tokens are kept, ep=1' in got.notes
+    alone = resolve({"parallel": {"tp": 1}})
+    assert not alone.parallel.wire.overlap
+    assert '"parallel.overlap": "auto" became false: there is one rank in a group' in alone.notes
+    assert resolve({"parallel": {"tp": 2, "ep": 2}}).parallel.wire.regather
+    told = {"overlap": False, "overlap_chunks": 3, "regather": True, "token_dtype": "float8_e4m3"}
+    asked = resolve({"parallel": {**told, "combine_dtype": "float32"}}).parallel.wire
+    assert asked == WireOptions(**told, combine_dtype="float32")
+    assert resolve({"parallel": {"tp": 2, "ep": 2, "resident_experts": 2}}).parallel.wire.resident_experts == 2
+    assert '"parallel.cuda_graph": "auto" became false: there are no CUDA graphs on a CPU' in got.notes
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (12, 0)])
+@pytest.mark.parametrize(("flags", "dtype"), [(["--bf16"], torch.bfloat16), ([], torch.float32)])
+def test_auto_takes_the_grouped_product_that_leaves_the_host_alone(
+    flags: list[str], dtype: torch.dtype, capability: tuple[int, int]
+) -> None:
+    gpu = WorldInfo(world_size=4, local_world_size=4, device="cuda", compute_capability=capability)
+    assert resolve(None, *flags, world=gpu).parallel.experts_backend == grouped_backend(dtype, capability=capability)
 
 
 @pytest.mark.parametrize(
     ("parallel", "fault"),
     [
-        ({"cuda_graph": True}, '"parallel.cuda_graph": True is not available in this version; use "auto" or false'),
-        ({"overlap": True}, '"parallel.overlap": True is not available in this version; use "auto" or false'),
+        ({"overlap": "yes"}, '"parallel.overlap": \'yes\' is not one of "auto", true, false'),
+        ({"regather": 1}, '"parallel.regather": 1 is not one of "auto", true, false'),
+        ({"overlap_chunks": 0}, '"parallel.overlap_chunks": 0 must be at least 1; "auto" takes what pays'),
+        ({"overlap_chunks": "many"}, "'many' is not a whole number; give one or \"auto\""),
+        ({"token_dtype": "fp8"}, "\"parallel.token_dtype\": 'fp8' is not one of auto, float8_e4m3"),
+        (
+            {"token_dtype": "float8_e4m3", "strategy": "gather_weights", "tp": 2},
+            '"parallel.token_dtype": "float8_e4m3" is for strategy "gather_tokens", the only one that gathers tokens',
+        ),
+        ({"combine_dtype": "half"}, "\"parallel.combine_dtype\": 'half' is not one of auto, float32"),
+        ({"resident_experts": "x"}, "\"parallel.resident_experts\" in the DeepSpeed configuration: 'x' is not"),
+        (
+            {"resident_experts": -1},
+            '"parallel": resident_experts=-1 must be at least 0, which makes no copies',
+        ),
+        (
+            {"resident_experts": 1, "tp": 2, "ep": 1},
+            '"parallel": resident_experts=1 needs ep > 1: with ep=1 every rank holds a slice of every',
+        ),
+        (
+            {"resident_experts": 1, "tp": 2, "ep": 2, "strategy": "all_to_all"},
+            "resident_experts=1 is for strategy gather_tokens, where every rank knows all routing, not for all_to_all",
+        ),
+        (
+            {"resident_experts": 3, "tp": 2, "ep": 2},
+            "3 copies do not fit: of num_experts=4 over ep=2 a rank can copy 0 to 2",
+        ),
         (
             {"strategy": "magic"},
             "\"parallel.strategy\": 'magic' is not one of gather_tokens, gather_weights, all_to_all",
@@ -170,13 +218,31 @@ def test_parallel_options_name_what_auto_became() -> None:
             {"strategy": "gather_weights", "tp": 2, "ep": 2},
             "needs a slice of every expert on each rank: ep=1 with tp=2",
         ),
-        ({"experts_backend": "fast"}, "\"parallel.experts_backend\": 'fast' is not one of auto, loop, grouped"),
+        ({"experts_backend": "fast"}, "\"parallel.experts_backend\": 'fast' is not one of auto, loop, grouped, triton"),
         ({"experts_backend": "grouped", "tp": 4, "ep": 1}, "moe_intermediate_size / etp=2 must be a multiple of 4"),
         (["tp"], "\"parallel\" must be an object of keys and values, got ['tp']"),
     ],
 )
 def test_parallel_values_that_cannot_hold_are_refused(parallel: Any, fault: str) -> None:
     assert fault in faults_of({"parallel": parallel}, sizes=replace(TINY, moe_intermediate_size=8))
+
+
+def test_copies_of_experts_need_whole_weights_between_steps() -> None:
+    parallel = {"parallel": {"tp": 2, "ep": 2, "resident_experts": 1}}
+    fault = '"parallel.resident_experts" cannot be used with ZeRO-3, which leaves no rank whole experts to lend'
+    assert fault in faults_of({**parallel, "zero_optimization": {"stage": 3}})
+    assert resolve({**parallel, "zero_optimization": {"stage": 2}}).zero_stage == 2
+
+
+def test_placing_experts_needs_whole_ones_that_can_move() -> None:
+    parallel, fault = {"parallel": {"tp": 2, "ep": 2}}, "--place_experts needs whole experts that can move"
+    assert f"{fault}: ep > 1 and ZeRO 0 to 2, not ep=1 with ZeRO-2" in faults_of(
+        {"parallel": {"tp": 2, "ep": 1}}, "--place_experts"
+    )
+    assert f"{fault}: ep > 1 and ZeRO 0 to 2, not ep=2 with ZeRO-3" in faults_of(
+        {**parallel, "zero_optimization": {"stage": 3}}, "--place_experts"
+    )
+    assert resolve(parallel, "--place_experts").layout.ep == 2
 
 
 def test_dropout_needs_a_group_of_one() -> None:

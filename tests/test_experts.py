@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.experts import GatherMoeExperts, sort_by_local_expert
+from modeling.expert_rows import count_rows, sort_rows
+from modeling.experts import GatherMoeExperts
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh
 from tests.parity import tiny_config
@@ -220,19 +221,28 @@ def test_the_sum_over_experts_is_made_in_float32() -> None:
         assert out[0, 0].item() == 258.0, backend  # silu(16) * 16 rounds to 256
 
 
-def test_rows_are_sorted_by_expert_and_cut_to_what_can_be_local() -> None:
-    ids = torch.tensor([[2, 0], [5, 3], [3, 2], [9, 9]])
-    fixed = sort_by_local_expert(ids, first_expert=2, num_local=2, read_counts=False)
-    read = sort_by_local_expert(ids, first_expert=2, num_local=2, read_counts=True)
-    assert fixed.ends is None
+def test_rows_are_sorted_by_slot_and_cut_to_what_can_be_here() -> None:
+    slots = torch.tensor([[2, 0], [5, 3], [3, 2], [9, 9]]) - 2
+    fixed = sort_rows(slots, num_slots=2)
     assert fixed.token_R.shape[0] == 4 * 2
-    assert fixed.valid_R is not None
     assert fixed.valid_R.tolist() == [True] * 4 + [False] * 4
-    assert read.ends == [2, 4] == fixed.offsets_e.tolist()
-    assert read.pair_R.tolist() == fixed.pair_R[:4].tolist() == [0, 5, 3, 4]
-    assert read.token_R.tolist() == [0, 2, 1, 2]
-    one = sort_by_local_expert(ids, first_expert=2, num_local=1, read_counts=False)
+    assert fixed.offsets_e.tolist() == [2, 4]
+    assert fixed.pair_R[:4].tolist() == [0, 5, 3, 4]
+    one = sort_rows(slots, num_slots=1)
     assert one.token_R.shape[0] == 4  # a token chooses an expert at most once
+
+
+def test_counted_rows_know_where_each_chunk_of_tokens_ends() -> None:
+    slots = torch.tensor([[2, 0], [5, 3], [3, 2], [9, 9]]) - 2
+    counted = count_rows(slots, num_slots=2, token_ends=[2, 3, 4])
+    assert counted.pair_R.tolist() == [0, 5, 3, 4]
+    assert counted.token_R.tolist() == [0, 2, 1, 2]
+    assert counted.ends == [[1, 2, 2], [3, 4, 4]]
+    assert [counted.rows(slot) for slot in (0, 1)] == [slice(0, 2), slice(2, 4)]
+    assert [counted.rows_in_chunk(1, k) for k in (0, 1, 2)] == [slice(2, 3), slice(3, 4), slice(4, 4)]
+    nobody = count_rows(torch.full((4, 2), 7), num_slots=2, token_ends=[2, 4])
+    assert nobody.ends == [[0, 0], [0, 0]]
+    assert nobody.pair_R.numel() == 0
 
 
 def test_auto_is_the_loop_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

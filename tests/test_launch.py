@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from recipe.launch.rendezvous import RendezvousError
 from recipe.launch.start import (
     World,
     check_world_size,
+    compute_capability,
     local_rank_from,
     rank_from,
     read_world,
@@ -108,6 +110,15 @@ def test_the_device_is_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert read_world({}).device == "cuda"
     assert read_world(CPU).device == "cpu"
+
+
+def test_the_compute_capability_is_that_of_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compute_capability(read_world(CPU)) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, index))
+    world = replace(read_world(CPU), device="cuda")
+    assert [compute_capability(replace(world, local_rank=i)) for i in (0, 1, 5)] == [(8, 0), (8, 1), (8, 1)]
 
 
 def test_r_launch_01_a_run_with_other_ranks_than_expected_stops() -> None:

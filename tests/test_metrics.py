@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from modeling.outputs import TokenSums
 from recipe.metrics import (
     StepMeter,
     StepState,
@@ -21,21 +22,22 @@ from recipe.metrics import (
 )
 from tests.test_flops import TINY
 
-NO_LAYERS, NO_EXPERTS = torch.zeros(0), torch.zeros(0, 4)
+
+def _dense_sums(nll: torch.Tensor) -> TokenSums:
+    """Of a model without MoE layers."""
+    none = torch.zeros(0)
+    return TokenSums(nll, none, none, none, torch.zeros(0, 4), none, none, none)
 
 
 def _meter_of(losses: list[float], tokens: list[int]) -> Totals:
     """The totals of a rank of a dense model whose micro-batches have these mean losses."""
-    meter = StepMeter(num_moe_layers=0, num_experts=4)
+    meter = StepMeter()
     for loss, num_tokens in zip(losses, tokens, strict=True):
         meter.add(
-            torch.tensor(loss * num_tokens),
+            _dense_sums(torch.tensor(loss * num_tokens)),
             num_targets=num_tokens,
             num_tokens=num_tokens,
             squared_lengths=num_tokens**2,
-            aux_losses=NO_LAYERS,
-            z_losses=NO_LAYERS,
-            expert_counts=NO_EXPERTS,
         )
     return meter.take(peak_memory_bytes=1)
 
@@ -59,16 +61,8 @@ def test_r_log_01_loss_is_weighted_by_tokens() -> None:
 
 
 def test_a_step_without_targets_has_no_loss() -> None:
-    meter = StepMeter(num_moe_layers=0, num_experts=4)
-    meter.add(
-        torch.tensor(0.0),
-        num_targets=0,
-        num_tokens=4,
-        squared_lengths=16,
-        aux_losses=NO_LAYERS,
-        z_losses=NO_LAYERS,
-        expert_counts=NO_EXPERTS,
-    )
+    meter = StepMeter()
+    meter.add(_dense_sums(torch.tensor(0.0)), num_targets=0, num_tokens=4, squared_lengths=16)
     assert _loss_of([meter.take(peak_memory_bytes=1)]) is None
 
 
@@ -89,27 +83,34 @@ def test_flops_and_mfu_follow_from_tokens_per_second() -> None:
 
 def test_r_log_04_aux_loss_is_the_mean_over_moe_layers() -> None:
     """Four layers of which two are MoE; the mean is over two, and over micro-batches by their tokens."""
-    meter = StepMeter(num_moe_layers=2, num_experts=2)
+    meter = StepMeter()
     for aux, num_tokens in ((1.0, 16), (3.0, 48)):
-        meter.add(
-            torch.tensor(1.0),
-            num_targets=num_tokens,
-            num_tokens=num_tokens,
-            squared_lengths=num_tokens,
-            aux_losses=torch.full((2,), aux),
-            z_losses=torch.tensor([0.0, 2.0]),
+        sums = TokenSums(
+            nll=torch.tensor(1.0),
+            balance_L=torch.full((2,), aux * num_tokens),
+            z_L=torch.tensor([0.0, 2.0]) * num_tokens,
+            entropy_L=torch.tensor([0.5, 0.25]) * num_tokens,
             expert_counts=torch.tensor([[3, 1], [2, 2]]),
+            dropped_L=torch.tensor([1.0, 0.0]),
+            slowest_L=torch.tensor([6, 4]),
+            bound_L=torch.tensor([3, 4]),
         )
+        meter.add(sums, num_targets=num_tokens, num_tokens=num_tokens, squared_lengths=num_tokens)
     totals = combine_ranks([meter.take(peak_memory_bytes=1)], tp=1)
     record = make_step_record(totals, state=_state(), sizes=TINY, peak_flops_per_s=1e9)
     assert (record.aux_loss, record.z_loss, record.rho) == (2.5, 1.0, (1.5, 1.0))
+    assert record.router_entropy == (0.5, 0.25)
+    assert record.dropped == (0.25, 0.0)
+    assert record.as_dict()["dropped"] == (0.25, 0.0)
+    assert record.rank_rho == (2.0, 1.0)  # of the rows that were not dropped
+    assert record.rank_rho_bound == (1.0, 1.0)
     assert moe_layer_mean([1.0, 1.0]) == 1.0
 
 
 def test_r_log_04_without_moe_layers_the_metrics_are_absent() -> None:
     totals = combine_ranks([_meter_of([1.0], [16])], tp=1)
     values = make_step_record(totals, state=_state(), sizes=TINY, peak_flops_per_s=1e9).as_dict()
-    assert not {"aux_loss", "z_loss", "rho"} & set(values)
+    assert not {"aux_loss", "z_loss", "rho", "dead_experts", "router_entropy", "rank_rho"} & set(values)
     assert moe_layer_mean([]) is None
 
 
@@ -122,30 +123,58 @@ def test_experts_are_counted_over_ranks_and_memory_is_the_highest() -> None:
             squared_lengths=1,
             aux_sums=(1.0,),
             z_sums=(1.0,),
+            entropy_sums=(0.5,),
             expert_counts=(counts,),
+            dropped=(),
+            slowest=(6.0,),
+            slowest_bound=(),
             peak_memory_bytes=peak_memory_bytes,
         )
 
     totals = combine_ranks([rank((4, 0), 5), rank((4, 0), 9), rank((0, 4), 6), rank((0, 4), 7)], tp=2)
     assert totals.expert_counts == ((4, 4),)
+    assert (totals.slowest, totals.slowest_bound) == ((12.0,), ())
+    assert make_step_record(totals, state=_state(), sizes=TINY, peak_flops_per_s=1e9).rank_rho == (1.5,)
     assert totals.peak_memory_bytes == 9
     assert totals.aux_sums == (2.0,)
+    assert totals.entropy_sums == (1.0,)
+
+
+def test_an_expert_is_dead_that_no_rank_used_since_the_last_line() -> None:
+    def rank(*steps: list[list[int]]) -> Totals:
+        meter = StepMeter()
+        for counts in steps:
+            zeros = torch.zeros(2)
+            sums = TokenSums(torch.tensor(1.0), zeros, zeros, zeros, torch.tensor(counts), *[torch.zeros(0)] * 3)
+            meter.add(sums, num_targets=4, num_tokens=4, squared_lengths=16)
+        return meter.take(peak_memory_bytes=1)
+
+    first = rank([[8, 0, 0, 0], [2, 2, 2, 2]], [[0, 8, 0, 0], [8, 0, 0, 0]])
+    second = rank([[0, 8, 0, 0], [8, 0, 0, 0]], [[0, 0, 0, 8], [8, 0, 0, 0]])
+    record = make_step_record(combine_ranks([first, second], tp=1), state=_state(), sizes=TINY, peak_flops_per_s=1e9)
+    assert record.dead_experts == (1, 0)
+    assert record.as_dict()["dead_experts"] == (1, 0)
+
+
+def test_a_half_finished_line_goes_on_under_new_numbers() -> None:
+    """An expert that was used before it moved is not dead afterwards."""
+    meter, none = StepMeter(), torch.zeros(0)
+    meter.renumber_experts([[1, 0, 2]])  # nothing was counted yet
+    for counts, numbers in (([[8, 0, 0]], [[2, 0, 1]]), ([[0, 0, 8]], [[0, 1, 2]])):
+        zeros = torch.zeros(1)
+        sums = TokenSums(torch.tensor(1.0), zeros, zeros, zeros, torch.tensor(counts), none, none, none)
+        meter.add(sums, num_targets=4, num_tokens=4, squared_lengths=16)
+        meter.renumber_experts(numbers)
+    assert meter.take(peak_memory_bytes=1).expert_counts == ((0.0, 0.0, 16.0),)
 
 
 def test_the_meter_starts_again_after_it_was_read() -> None:
-    meter = StepMeter(num_moe_layers=0, num_experts=4)
+    meter = StepMeter()
     with pytest.raises(ValueError, match=r"nothing was added since the last time"):
         meter.take(peak_memory_bytes=1)
     for loss in (3.0, 7.0):
-        meter.add(
-            torch.tensor(loss, requires_grad=True),
-            num_targets=1,
-            num_tokens=1,
-            squared_lengths=1,
-            aux_losses=NO_LAYERS,
-            z_losses=NO_LAYERS,
-            expert_counts=NO_EXPERTS,
-        )
+        sums = _dense_sums(torch.tensor(loss, requires_grad=True))
+        meter.add(sums, num_targets=1, num_tokens=1, squared_lengths=1)
         assert meter.take(peak_memory_bytes=1).loss_sum == loss
 
 

@@ -22,11 +22,11 @@ IDS = torch.arange(16).view(1, 16)
         ({"qk_norm": "heads"}, r"qk_norm='heads' is not known; choose one of \['none', 'head', 'full'\]"),
         (
             {"balance_scope": "world"},
-            r"balance_scope='world' is not known; choose one of \['sequence', 'micro_batch'\]",
+            r"balance_scope='world' is not known; choose one of \['sequence', 'micro_batch', 'global_batch'\]",
         ),
         (
             {"experts_backend": "fast"},
-            r"experts_backend='fast' is not known; choose one of \['auto', 'loop', 'grouped'\]",
+            r"experts_backend='fast' is not known; choose one of \['auto', 'loop', 'grouped', 'triton'\]",
         ),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not known; choose one of \['silu'\]"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 must lie between 1 and num_experts=4"),

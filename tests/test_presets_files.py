@@ -171,7 +171,12 @@ def test_our_theta_is_the_one_of_our_class() -> None:
         ({"output_hidden_states": True}, "output_hidden_states=True is not available, only False"),
         ({"problem_type": "regression"}, "problem_type='regression' is not available, only None"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not available, only None"),
-        ({"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not available, only 0"),
+        ({"score_function": "relu"}, "score_function='relu' must be one of softmax, sigmoid"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor=0 must be a number above 0"),
+        (
+            {"model_type": "mixtral", "score_function": "sigmoid"},
+            "score_function='sigmoid' is not available in this type, only 'softmax'",
+        ),
     ],
 )
 def test_files_with_what_our_model_cannot_express_are_refused(
@@ -183,6 +188,7 @@ def test_files_with_what_our_model_cannot_express_are_refused(
 def test_losses_that_differ_from_the_files_are_said(tmp_path: Path) -> None:
     content = {**PRESETS["demo"], "model_type": "gather_moe"}
     losses = {"router_aux_loss_coef": 0.001, "router_z_loss_coef": 0.0, "balance_scope": "micro_batch"}
+    losses |= {"balance_bias_update_rate": 0.001, "router_jitter_noise": 0.1, "capacity_factor": 1.25}
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**content, **losses}))
     given = {"router_aux_loss_coef": "on the command line"}
@@ -192,6 +198,10 @@ def test_losses_that_differ_from_the_files_are_said(tmp_path: Path) -> None:
             f"router_aux_loss_coef is 0.02 (on the command line), not the 0.001 that {file} names; "
             "--router_aux_loss_coef sets it",
             f"balance_scope is sequence (by default), not the micro_batch that {file} names; --balance_scope sets it",
+            f"balance_bias_update_rate is 0.0 (by default), not the 0.001 that {file} names; "
+            "--balance_bias_update_rate sets it",
+            f"router_jitter_noise is 0.0 (by default), not the 0.1 that {file} names; --router_jitter_noise sets it",
+            f"capacity_factor is None (by default), not the 1.25 that {file} names; --capacity_factor sets it",
         )
     file.write_text(json.dumps(content))
     assert read_model(Arguments(config_name=str(tmp_path))).notes == ()

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling import collectives
+from modeling import experts
 from modeling.config import GatherMoeConfig
 from modeling.dispatch import Dispatch, dispatch
 from modeling.mesh import one_rank_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.router import GatherMoeRouter, Routing
+from modeling.transfers import ScatterInChunks
 from tests.engine_runs import (
     Batch,
     Tensors,
@@ -44,34 +45,60 @@ def _block_gradients(
     (out_tD * cotangent_tD).sum().backward()
     weights_tA = routing.weights_tA.detach().requires_grad_()
     fixed = Routing(routing.logits_tE, routing.expert_ids_tA, weights_tA)
-    out_again_tD = dispatch(Dispatch(x_tD.detach(), fixed, block.experts, mesh), strategy="gather_tokens")
+    again = Dispatch(x_tD.detach(), lambda: fixed, block.experts, mesh, block.wire)
+    out_again_tD, _ = dispatch(again, strategy="gather_tokens")
     (out_again_tD * cotangent_tD).sum().backward()
     assert x_tD.grad is not None
     assert weights_tA.grad is not None
     return x_tD.grad, weights_tA.grad, out_tD.detach()
 
 
-def _sliced(name: str) -> Callable[..., Any]:
-    """A backward that keeps this rank's rows of its own gradient and drops what the other ranks found."""
+class _OwnRows(ScatterInChunks):
+    """Keeps this rank's rows of its own gradient and drops what the other ranks found."""
 
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = grads[-1]
-        own = grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)].contiguous()
-        return (own, None) if name == "_GatherTokens" else (None, own, None)
+    def add(self, k: int, partial: Tensor) -> None:
+        self._out[self.chunks.rows(k)] = partial.chunk(self.chunks.size)[dist.get_rank(self.chunks.group)]
 
-    return backward
+
+def _drop_token_gradients(patch: pytest.MonkeyPatch) -> None:
+    """In the experts' backward, not in their forward, where sums go home the same way."""
+    backward, routing_gradient = experts._Experts.backward, experts._scatter_routing_gradient
+
+    def with_all_ranks(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(experts, "ScatterInChunks", ScatterInChunks)
+            return routing_gradient(*args)
+
+    def with_own_rows(ctx: Any, grad_tD: Tensor) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(experts, "ScatterInChunks", _OwnRows)
+            inside.setattr(experts, "_scatter_routing_gradient", with_all_ranks)
+            return backward(ctx, grad_tD)
+
+    patch.setattr(experts._Experts, "backward", staticmethod(with_own_rows))
+
+
+def _drop_routing_gradients(patch: pytest.MonkeyPatch) -> None:
+    routing_gradient = experts._scatter_routing_gradient
+
+    def with_own_rows(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(experts, "ScatterInChunks", _OwnRows)
+            return routing_gradient(*args)
+
+    patch.setattr(experts, "_scatter_routing_gradient", with_own_rows)
 
 
 def _check_block_gradients(
-    rank: int, world_size: int, config: Any, state: Tensors, case: Case, broken: str | None
+    rank: int, world_size: int, config: Any, state: Tensors, case: Case, break_it: Callable[[Any], None] | None
 ) -> tuple[bool, bool, bool]:
     """Whether input gradient, routing weights' gradient and output are those of a single rank."""
     generator = torch.Generator().manual_seed(11)
     x_TD, cotangent_TD = (torch.randn(24, 32, generator=generator) for _ in range(2))
     want = _block_gradients(config, state, x_TD, cotangent_TD, one_rank_mesh())
     with pytest.MonkeyPatch.context() as patch:
-        if broken is not None:
-            patch.setattr(getattr(collectives, broken), "backward", staticmethod(_sliced(broken)))
+        if break_it is not None:
+            break_it(patch)
         mine = [part.chunk(world_size)[rank] for part in (x_TD, cotangent_TD)]
         got = _block_gradients(config, state, *mine, make_mesh(config, case))
     first, second, third = (
@@ -88,14 +115,15 @@ def test_r_moe_07_gradients_of_the_input_and_of_the_gates_match_one_rank(ep: int
 
 
 @pytest.mark.parametrize(
-    ("broken", "holds"), [("_GatherTokens", (False, True, True)), ("_GatherRouting", (False, False, True))]
+    ("break_it", "holds"),
+    [(_drop_token_gradients, (False, True, True)), (_drop_routing_gradients, (False, False, True))],
 )
 def test_r_moe_07_would_notice_a_backward_that_drops_the_other_ranks_part(
-    broken: str, holds: tuple[bool, bool, bool]
+    break_it: Callable[[Any], None], holds: tuple[bool, bool, bool]
 ) -> None:
     config = tiny_config()
     case = Case(tp=2, ep=2)
-    assert run_ranks(_check_block_gradients, 2, config, full_state(config), case, broken) == [holds] * 2
+    assert run_ranks(_check_block_gradients, 2, config, full_state(config), case, break_it) == [holds] * 2
 
 
 def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Case) -> int:
@@ -147,7 +175,7 @@ def padded_batch(*, pad_with_a_real_token: bool) -> tuple[Batch, Batch, Batch]:
     return Batch(short_ids, short_ids), Batch(full.ids[1:], full.ids[1:]), Batch(ids, labels, mask)
 
 
-def _one_process_pass(config: GatherMoeConfig, state: Tensors, batch: Batch) -> Any:
+def one_process_pass(config: GatherMoeConfig, state: Tensors, batch: Batch) -> Any:
     """Logits, expert counts and gradients, the losses divided by the counts of the two sequences together."""
     model = model_with(config, state, one_rank_mesh())
     output = model(
@@ -168,7 +196,7 @@ def test_r_moe_11_padding_is_not_routed_and_changes_nothing(pad_with_a_real_toke
     state = full_state(config)
     short, full, both = padded_batch(pad_with_a_real_token=pad_with_a_real_token)
     (one, one_grads), (two, two_grads), (got, got_grads) = (
-        _one_process_pass(config, state, batch) for batch in (short, full, both)
+        one_process_pass(config, state, batch) for batch in (short, full, both)
     )
     assert one.sums.expert_counts.sum(1).tolist() == [10, 10]
     assert torch.equal(got.sums.expert_counts, one.sums.expert_counts + two.sums.expert_counts)
@@ -191,7 +219,7 @@ def test_r_moe_11_padding_is_not_routed_on_several_ranks(case: Case) -> None:
     config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
     state = full_state(config)
     batch = padded_batch(pad_with_a_real_token=True)[2]
-    want, want_grads = _one_process_pass(config, state, batch)
+    want, want_grads = one_process_pass(config, state, batch)
     by_rank = run_ranks(_padded_pass, case.dp * case.tp, config, state, case, batch)
     for counts, _ in by_rank:
         assert torch.equal(counts, want.sums.expert_counts)

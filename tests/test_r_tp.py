@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modeling import loss as loss_file
-from modeling.collectives import gather_tokens
 from modeling.layout import LayoutRequest, ParallelLayout, check_layout
 from modeling.loss import Vocabulary, vocab_parallel_losses
 from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
+from modeling.transfers import Chunks
 from tests.engine_runs import (
     Training,
     accumulate,
@@ -100,7 +100,7 @@ def test_r_tp_01_the_run_time_check_names_the_parameter_and_the_ranks(
     case: Case, name: str, rank: int, groups: str
 ) -> None:
     messages = run_ranks(_check_replicas, case.dp * case.tp, case, (name, rank))
-    assert all(f"the parameter {name!r} differs between {groups};" in message for message in messages), messages
+    assert all(f"the tensor {name!r} differs between {groups};" in message for message in messages), messages
 
 
 def test_r_tp_01_the_run_time_check_accepts_a_single_rank() -> None:
@@ -154,9 +154,8 @@ def _vocabulary_gradients(rank: int, world_size: int, chunk_bytes: int) -> bool:
             want.backward()
             x_tD = x_TD.chunk(world_size)[rank].clone().requires_grad_()
             weight_vD = part.clone().requires_grad_()
-            got = vocab_parallel_losses(
-                gather_tokens(x_tD, dist.group.WORLD), weight_vD, targets_T, vocabulary=vocabulary
-            )
+            chunks = Chunks(1, False, len(x_tD), dist.group.WORLD)
+            got = vocab_parallel_losses(x_tD, weight_vD, targets_T, vocabulary=vocabulary, chunks=chunks)
             got.total.backward()
             assert x_tD.grad is not None
             assert weight_vD.grad is not None

@@ -1,16 +1,19 @@
 """The files a run leaves behind: one number in all places, nothing half-written, a resumed log without doubles."""
 
+import importlib.util
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipe.metrics import EvalRecord, StepRecord
+from recipe.prepare import request_faults
 from recipe.records import MetricsWriter, ProgressBar, describe_evaluation, describe_step, write_json
+from recipe.settings.arguments import parse_arguments
+from recipe.settings.presets import PRESETS
 
 REQUIRED_KEYS = {
     "step",
@@ -24,6 +27,8 @@ REQUIRED_KEYS = {
     "model_flops_per_s",
     "mfu",
     "rho",
+    "dead_experts",
+    "router_entropy",
     "skipped_steps",
     "peak_memory_bytes",
 }
@@ -42,6 +47,11 @@ def _record(step: int, **changes: object) -> StepRecord:
         "model_flops_per_s": 1e9,
         "mfu": 0.25,
         "rho": (1.5, 1.25),
+        "dead_experts": (0, 3),
+        "router_entropy": (1.75, 0.5),
+        "dropped": None,
+        "rank_rho": None,
+        "rank_rho_bound": None,
         "skipped_steps": 0,
         "peak_memory_bytes": 3 * 2**30,
     }
@@ -77,10 +87,15 @@ def test_r_log_01_console_file_and_tracker_show_the_same_number(tmp_path: Path) 
     with MetricsWriter(tmp_path, after_step=None, tensorboard=True, say=print) as writer:
         writer.write(record)
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert describe_step(record) == "loss 5.0000, 1,234 tokens/s, 3.00 GiB"
+    assert describe_step(record) == (
+        "loss 5.0000, 1,234 tokens/s, 3.00 GiB, rho 1.50, 3 dead experts, router entropy 0.50"
+    )
     assert _lines(tmp_path)[0]["loss"] == 5.0
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 5.0)]
     assert board.Scalars("rho/moe_layer_1")[0].value == 1.25
+    assert board.Scalars("dead_experts/moe_layer_1")[0].value == 3
+    assert board.Scalars("router_entropy/moe_layer_0")[0].value == 1.75
+    assert describe_step(_record(1, rho=None)) == "loss 5.0000, 1,234 tokens/s, 3.00 GiB"
 
 
 def test_a_resumed_run_drops_what_it_runs_again(tmp_path: Path) -> None:
@@ -118,10 +133,12 @@ def test_a_file_that_is_not_ours_stops_the_resume(tmp_path: Path) -> None:
         _write(tmp_path, [], after_step=1)
 
 
-def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"--report_to tensorboard needs .* pip install 'gather-moe\[tensorboard\]'"):
-        MetricsWriter(tmp_path, after_step=None, tensorboard=True, say=print)
+def test_tensorboard_that_is_not_installed_is_found_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = parse_arguments(["--config_name=demo", "--output_dir=run", "--report_to=tensorboard"])
+    assert request_faults(arguments, PRESETS["demo"]) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    [fault] = request_faults(arguments, PRESETS["demo"])
+    assert fault == "--report_to tensorboard needs the tensorboard package: pip install 'gather-moe[tensorboard]'"
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:

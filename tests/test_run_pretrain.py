@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 LAUNCHER = str(Path(sys.executable).parent / "deepspeed")
 METRIC_KEYS = {
     *("step", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "model_flops_per_s", "mfu"),
-    *("rho", "skipped_steps", "peak_memory_bytes"),
+    *("rho", "rank_rho", "dead_experts", "router_entropy", "skipped_steps", "peak_memory_bytes"),
 }
 
 

@@ -14,9 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from modeling.attention import AttentionInputs, eager_attention
 from modeling.build import build_model
 from modeling.decoder import TokenPlace
-from modeling.experts import sort_by_local_expert
+from modeling.expert_rows import sort_rows
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
+from modeling.noise import NoiseOrigin, token_counters
 from modeling.rope import rotary_tables
 from tests.parity import mixed_config
 from tests.ranks import run_ranks
@@ -139,11 +140,12 @@ def _block(rank: int, _: int, ep: int, options: dict[str, Any], mode: bool) -> t
         cache=None,
         options={},
     )
-    place = TokenPlace(BATCH, BLOCK, tokens // BLOCK, torch.arange(num_tokens) > 1)
+    noise_t = token_counters(tokens, origin=NoiseOrigin(1, 0), layer_idx=1) if config.router_jitter_noise else None
+    place = TokenPlace(BATCH, BLOCK, tokens // BLOCK, torch.arange(num_tokens) > 1, noise_t)
     x = torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     try:
         with static_shapes() if mode else nullcontext():
-            out, _, probs_BE, z_B = block(x, inputs=inputs, place=place)
+            out, _, probs_BE, z_B, *_ = block(x, inputs=inputs, place=place)
             (out.square().sum() + probs_BE.square().sum() + z_B.sum()).backward()
     except RuntimeError as error:
         return [], str(error)
@@ -166,6 +168,21 @@ def test_the_block_has_static_shapes(strategy: str, ep: int, qk_norm: str) -> No
             assert torch.equal(a, b)
 
 
+def test_every_option_of_the_router_has_static_shapes() -> None:
+    options = {
+        "score_function": "sigmoid",
+        "router_bias": True,
+        "router_jitter_noise": 0.1,
+        "experts_backend": "grouped",
+    }
+    for (tensors, refused), (want, _) in zip(
+        run_ranks(_block, 2, 2, options, True), run_ranks(_block, 2, 2, options, False), strict=True
+    ):
+        assert refused == ""
+        assert len(tensors) == len(want) > 8
+        assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
+
+
 @pytest.mark.parametrize("ep", [2, 1])
 def test_the_loop_reads_counts_on_the_host(ep: int) -> None:
     for _, refused in run_ranks(_block, 2, ep, {"experts_backend": "loop"}, True):
@@ -182,8 +199,5 @@ def test_shapes_do_not_depend_on_the_routing() -> None:
     spread = torch.arange(16).view(8, 2) % 4
     piled = torch.tensor([[0, 1]]).expand(8, 2)
     away = torch.tensor([[2, 3]]).expand(8, 2)
-    shapes = {
-        tuple(sort_by_local_expert(ids, first_expert=0, num_local=2, read_counts=False).token_R.shape)
-        for ids in (spread, piled, away)
-    }
+    shapes = {tuple(sort_rows(ids, num_slots=2).token_R.shape) for ids in (spread, piled, away)}
     assert shapes == {(16,)}

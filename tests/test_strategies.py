@@ -14,6 +14,7 @@ from modeling.mesh import build_mesh, one_rank_mesh
 from modeling.router import Routing, route
 from modeling.shard_table import ShardTable
 from modeling.sharding import cut, join
+from modeling.wire import Wire
 from tests.parity import (
     Case,
     check_against_referee,
@@ -118,13 +119,17 @@ def sharded_answers(rank: int, world_size: int, backend: str, dtype: torch.dtype
         layouts = [ParallelLayout(tp=world_size, ep=ep) for ep in divisors(world_size)]
         meshes = {layout.ep: build_mesh(layout, num_key_value_heads=2) for layout in layouts}
     answers = {}
+    wire = Wire(overlap=True, num_chunks=2, regather=True, sum_dtype=None)
     for strategy, num_active, kind in itertools.product(STRATEGIES, (1, 2, 3, 8), ROUTINGS):
         for ep in valid_layouts(strategy, world_size):
-            answers[strategy, num_active, kind, ep] = one_answer(meshes[ep], strategy, num_active, kind, backend, dtype)
+            key = (strategy, num_active, kind, ep)
+            answers[key] = one_answer(meshes[ep], wire, strategy, num_active, kind, backend, dtype)
     return answers
 
 
-def one_answer(mesh: Any, strategy: str, num_active: int, kind: str, backend: str, dtype: torch.dtype) -> Any:
+def one_answer(
+    mesh: Any, wire: Wire, strategy: str, num_active: int, kind: str, backend: str, dtype: torch.dtype
+) -> Any:
     size, rank = mesh.layout.tp, mesh.group_rank
     table = ShardTable(mesh.layout, 2, "none")
     x, grad, gate_up, down = whole_numbers(dtype)
@@ -136,7 +141,7 @@ def one_answer(mesh: Any, strategy: str, num_active: int, kind: str, backend: st
     here = slice(rank * NUM_TOKENS // size, (rank + 1) * NUM_TOKENS // size)
     x_tD, weights_tA = x[here].requires_grad_(), weights.to(dtype)[here].detach().requires_grad_()
     routing = Routing(torch.empty(0), ids[here], weights_tA)
-    out = dispatch(Dispatch(x_tD, routing, experts, mesh), strategy=strategy)
+    out, _ = dispatch(Dispatch(x_tD, lambda: routing, experts, mesh, wire), strategy=strategy)
     out.backward(grad[here])
     return out.detach(), x_tD.grad, weights_tA.grad, experts.gate_up_proj.grad, experts.down_proj.grad
 
@@ -176,12 +181,36 @@ def test_every_strategy_equals_one_rank(world_size: int, backend: str, dtype: to
             assert error <= tolerance * scale, (key, name, error)
 
 
+def bitwise_differences(rank: int, world_size: int, backend: str, dtype: torch.dtype) -> list[str]:
+    """Where overlap changes any bit of an output or gradient, cut in the same number of chunks."""
+    different = []
+    for strategy, ep in (("gather_tokens", world_size), ("gather_tokens", 1), ("gather_weights", 1)):
+        mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
+        for num_chunks, regather, kind in itertools.product((1, 3), (False, True), ("random", "last rank idle")):
+            found = []
+            for overlap in (False, True):
+                wire = Wire(overlap, num_chunks, regather, torch.float32)
+                found.append(one_answer(mesh, wire, strategy, 2, kind, backend, dtype))
+            if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
+                different.append(f"{strategy} ep={ep} {num_chunks} chunks, {regather=}, {kind}")
+    return different
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("loop", torch.float32), ("grouped", torch.float32), ("loop", torch.bfloat16)],
+    ids=["loop-float32", "grouped-float32", "loop-bfloat16"],
+)
+def test_overlap_changes_no_bit(backend: str, dtype: torch.dtype) -> None:
+    assert run_ranks(bitwise_differences, 2, backend, dtype) == [[], []]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("strategy", "ep"), [("gather_weights", 1), ("all_to_all", 2)])
+@pytest.mark.parametrize(("strategy", "ep"), [("gather_tokens", 2), ("gather_weights", 1), ("all_to_all", 2)])
 def test_training_matches_one_plain_process_with_every_strategy(strategy: str, ep: int, stage: int) -> None:
     case = Case(dp=2, tp=2, ep=ep, stage=stage, accumulation=3, checkpointing=stage == 3)
-    config = mixed_config(strategy=strategy)
+    config = mixed_config(strategy=strategy, overlap=True, overlap_chunks=2)
     state = full_state(config)
     got = join_ranks(run_ranks(our_run, 4, config, state, case), config, case)
     check_against_referee(got, referee_run(config, state, case))

@@ -40,7 +40,9 @@ def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
         raise ValueError(
             f"hf_format={hf_format!r} cannot express this model (qk_norm={config.qk_norm!r}, "
             f"norm_topk_prob={config.norm_topk_prob}, clip_qkv={config.clip_qkv}, "
-            f"{len(config.dense_layers)} dense layers); it is a {best!r}, which --hf_format auto writes"
+            f"{len(config.dense_layers)} dense layers, score_function={config.score_function!r}, "
+            f"routed_scaling_factor={config.routed_scaling_factor}, router_bias={config.router_bias}); "
+            f"it is a {best!r}, which --hf_format auto writes"
         )
     return hf_format
 
@@ -71,7 +73,7 @@ def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens:
     }
     if model_type == NATIVE:
         values = {**config.to_diff_dict(), **common, "auto_map": AUTO_MAP, "architectures": ["GatherMoeForCausalLM"]}
-        values |= {"experts_backend": "auto", "strategy": "gather_tokens"}
+        values |= {"experts_backend": "auto", "strategy": "gather_tokens", "resident_experts": 0}
     else:
         values = _stock_dict(config, model_type, common)
     # Readers that are older than transformers 5 look for these names.

@@ -10,23 +10,29 @@ from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
 from modeling.hf_keys import FileTensor, file_tensors
-from modeling.init import full_shapes, shard_table
+from modeling.init import full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Ranges, Shard
 from recipe.checkpoint.hf_weights import INDEX_NAME
 
 
 def load_weights(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelMesh, folder: Path) -> int:
-    """Fill every parameter of `model`; returns the bytes read. ValueError lists missing and unexpected tensors."""
+    """Fill every tensor of `model`; returns the bytes read. ValueError lists missing and unexpected tensors.
+
+    Routers' biases that are new to a model, which its configuration says, stay at 0.
+    """
     source = _Folder(folder)
-    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model_type, stored = described["model_type"], stored_tensors(model)
     table = shard_table(config, mesh)
     shapes = full_shapes(model, config=config, table=table)
+    if not described.get("router_bias", False):
+        shapes = {name: shape for name, shape in shapes.items() if isinstance(stored[name], nn.Parameter)}
     wanted = {name: file_tensors(name, num_experts=config.num_experts, model_type=model_type) for name in shapes}
     source.check({target.name for targets in wanted.values() for target in targets})
     for name, targets in wanted.items():
         shard = table.shard(name, shapes[name], group_rank=mesh.group_rank)
-        parameter = model.get_parameter(name)
+        parameter = stored[name]
         with torch.no_grad():
             if targets[0].expert is None:
                 _fill(parameter, source.read(targets[0].name, shard.ranges, expected=shapes[name]))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
 from modeling.hf_keys import FileTensor, file_tensors
-from modeling.init import full_shapes, shard_table
+from modeling.init import full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Shard, ShardTable
 from modeling.sharding import join
@@ -31,7 +31,10 @@ SAMPLED_PER_FILE = 2  # tensors read back after writing
 
 
 class WeightSource(NamedTuple):
-    """Where the numbers come from: `read(parameter)` is this rank's shard, whole over ZeRO; collective over dp."""
+    """Where the numbers come from: `read(parameter)` is this rank's shard, whole over ZeRO; collective over dp.
+
+    The routers' biases are no parameters and are taken as they are.
+    """
 
     model: nn.Module
     config: GatherMoeConfig
@@ -59,6 +62,8 @@ def write_weights(
 ) -> int:
     """Write all weights below `folder` and check them; returns their number. Collective over the whole world.
 
+    All are written in `dtype` but the routers' biases, which stay in float32, as other models' files have them.
+
     A rank holds at most one file's tensors beside one gathered tensor. Raises RanksFailedError, the same on every rank,
     where a file could not be written, or where the files do not hold exactly the tensors of the model, each with its
     shape and, for a sample, its very bytes.
@@ -66,11 +71,13 @@ def write_weights(
     table = shard_table(source.config, source.mesh)
     shapes = full_shapes(source.model, config=source.config, table=table)
     writer = _FileWriter(folder, rank=ranks.rank, max_file_bytes=max_file_bytes)
+    stored = stored_tensors(source.model)
     for name, shape in shapes.items():
-        local = source.read(source.model.get_parameter(name))
+        tensor = stored[name]
+        local = source.read(tensor) if isinstance(tensor, nn.Parameter) else tensor
         if source.mesh.dp_rank == 0:
-            for tensor_name, tensor in _whole_tensors(name, local, shape, source=source, table=table, kind=model_type):
-                writer.add(tensor_name, tensor.to(dtype))
+            for file_name, whole in _whole_tensors(name, local, shape, source=source, table=table, kind=model_type):
+                writer.add(file_name, whole.to(dtype) if isinstance(tensor, nn.Parameter) else whole)
     by_rank = on_every(writer.finish, ranks=ranks)
     written = [file for files in by_rank for file in files]
     names = _final_names(len(written))
@@ -152,6 +159,7 @@ def _gather_expert(
             replica=shard.replica,
             num_replicas=shard.num_replicas,
             partial_gradient=False,
+            is_replicated=False,
         )
         for shard in shards
     ]

@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import (
+    lazy_init_hp_params_optimizer_state,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from torch import Tensor, nn
 
 from recipe.engine import Engine
@@ -14,6 +20,7 @@ from recipe.engine import Engine
 TAG = "deepspeed"
 RANK_FOLDER = "ranks"
 OPTIMIZER_SETTINGS = ("betas", "eps", "weight_decay")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class _HoldingBack:
@@ -85,6 +92,46 @@ def full_precision_shard(parameter: nn.Parameter) -> Tensor:
         return parameter.detach()  # ZeRO 0 in float32 trains the parameter itself
     shape = getattr(parameter, "ds_shape", parameter.shape)
     return master.detach().view(shape)
+
+
+def link_moments(engine: Engine) -> None:
+    """Let DeepSpeed find the moments of all parameters (stages 1 and 2); by itself it does so in a step.
+
+    And then only those of the first group of parameters, since it does so after that group's step.
+    """
+    if engine.zero_stage == 0:
+        return
+    optimizer = engine.ds.optimizer
+    names = ("bit16_groups", "single_partition_of_fp32_groups")
+    if not hasattr(optimizer, names[0]):
+        names = ("bf16_groups", "fp32_groups_flat_partition")
+    for parameters, flat in zip(*(getattr(optimizer, name) for name in names), strict=True):
+        lazy_init_hp_params_optimizer_state(parameters, flat, optimizer.optimizer.state)
+
+
+def read_training_state(engine: Engine, parameter: nn.Parameter) -> list[Tensor]:
+    """Copies of this rank's shard of a trained parameter, then of its moments, in float32 at least.
+
+    Collective over dp. Up to ZeRO-2, after `link_moments`.
+    """
+    if engine.zero_stage == 0:
+        state = engine.ds.optimizer.state[parameter]
+        return [parameter.detach().clone(), *(state[name].clone() for name in MOMENTS)]
+    moments = (safe_get_full_optimizer_state(parameter, name) for name in MOMENTS)
+    return [safe_get_full_fp32_param(parameter), *moments]
+
+
+def write_training_state(engine: Engine, parameter: nn.Parameter, state: list[Tensor]) -> None:
+    """Put back what `read_training_state` gave, changed: what the forward uses and what the optimizer keeps."""
+    weight, *moments = state
+    parameter.data.copy_(weight)
+    if engine.zero_stage == 0:
+        for name, moment in zip(MOMENTS, moments, strict=True):
+            engine.ds.optimizer.state[parameter][name].copy_(moment)
+        return
+    safe_set_full_fp32_param(parameter, weight)
+    for name, moment in zip(MOMENTS, moments, strict=True):
+        safe_set_full_optimizer_state(parameter, moment, name)
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:

@@ -139,6 +139,16 @@ def _number_or_zero(text: str | None) -> int:
     return int(text) if text is not None and text.isdecimal() else 0
 
 
+def compute_capability(world: World) -> tuple[int, int] | None:
+    """Of this rank's GPU, (major, minor); None on a CPU."""
+    import torch
+
+    if world.device == "cpu":
+        return None
+    # A rank too many is refused when the ranks meet, with more to say.
+    return torch.cuda.get_device_capability(min(world.local_rank, torch.cuda.device_count() - 1))
+
+
 def _choose_device(environ: Mapping[str, str]) -> str:
     """The device DeepSpeed will choose too: DS_ACCELERATOR where it is set, else the GPU where there is one."""
     import torch

@@ -5,11 +5,12 @@ Nothing is left to be guessed later: no "auto" reaches DeepSpeed, and no key tha
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from modeling.layout import ModelSizes, ParallelLayout
 from recipe.settings.config_files import load_ds_config
+from recipe.settings.ds_graphs import GraphFacts, settle_graphs
 from recipe.settings.ds_keys import (
     MERGED_KEYS,
     OUR_BLOCKS,
@@ -36,9 +37,6 @@ __all__ = ["OptimizerOptions", "ParallelOptions", "ResolvedConfig", "WorldInfo",
 
 # DeepSpeed's own progress line; ours replaces it.
 NEVER_PRINT_STEPS = 1_000_000_000
-
-# Elements that the widths of torch's grouped product must be a multiple of: 16 bytes.
-ROW_ALIGNMENT = {"bf16": 8, "fp32": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,20 +90,30 @@ def resolve_config(
     sources.notes += extra_notes
     _check_keys(sources)
     precision = settle_precision(sources)
-    layout, batch, parallel = settle_layout(sources, ranks=ranks, sizes=sizes, row_alignment=ROW_ALIGNMENT[precision])
+    layout, batch, parallel = settle_layout(sources, ranks=ranks, sizes=sizes, precision=precision)
     stage = settle_zero_stage(
         sources,
         precision=precision,
         accumulation=batch.accumulation,
         dp_crosses_nodes=layout.dp > 1 and ranks.world_size > ranks.local_world_size,
     )
+    facts = GraphFacts(
+        ranks, sizes=sizes, options=parallel, precision=precision, zero_stage=stage, attention_dropout=attention_dropout
+    )
+    parallel = replace(parallel, cuda_graph=settle_graphs(sources, facts=facts))
+    _check_dropout(sources, attention_dropout=attention_dropout, tp=layout.tp)
+    if arguments.place_experts and (layout.ep == 1 or stage == 3):
+        sources.faults.append(
+            f"--place_experts needs whole experts that can move: ep > 1 and ZeRO 0 to 2, not ep={layout.ep} with "
+            f"ZeRO-{stage}"
+        )
+    if stage == 3 and parallel.wire.resident_experts:
+        sources.faults.append(
+            '"parallel.resident_experts" cannot be used with ZeRO-3, which leaves no rank whole experts to lend; use '
+            "stage 0, 1 or 2"
+        )
     optimizer = settle_optimizer(sources)
     schedule = settle_schedule_options(sources, learning_rate=optimizer.learning_rate)
-    if attention_dropout > 0 and layout.tp > 1:
-        sources.faults.append(
-            f"attention_dropout={attention_dropout} cannot be used with tp={layout.tp}: the ranks of a group would "
-            "drop different values; set it to 0 in the model's configuration, or use tp=1"
-        )
     engine = _engine_config(sources, batch=batch, precision=precision, stage=stage, sizes=sizes)
     engine["gradient_clipping"] = optimizer.max_grad_norm
     sources.faults += [
@@ -144,6 +152,14 @@ def _check_keys(sources: Sources) -> None:
         else:
             sources.faults.append(fault if ours else f"{fault}; --allow_unknown_ds_keys passes it on")
     sources.faults += refused_keys(sources.ds_config)
+
+
+def _check_dropout(sources: Sources, *, attention_dropout: float, tp: int) -> None:
+    if attention_dropout > 0 and tp > 1:
+        sources.faults.append(
+            f"attention_dropout={attention_dropout} cannot be used with tp={tp}: the ranks of a group would drop "
+            "different values; set it to 0 in the model's configuration, or use tp=1"
+        )
 
 
 def _engine_config(sources: Sources, *, batch: Batch, precision: str, stage: int, sizes: ModelSizes) -> dict[str, Any]:

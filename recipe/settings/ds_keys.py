@@ -10,7 +10,10 @@ from typing import Any
 
 OUR_BLOCKS = ("parallel", "arguments")
 
-PARALLEL_KEYS = ("tp", "ep", "strategy", "cuda_graph", "overlap", "experts_backend")
+PARALLEL_KEYS = (
+    *("tp", "ep", "strategy", "cuda_graph", "experts_backend"),
+    *("overlap", "overlap_chunks", "regather", "token_dtype", "combine_dtype", "resident_experts"),
+)
 
 # Passed on to DeepSpeed, some of them checked or filled in on the way.
 PASSED_KEYS = (

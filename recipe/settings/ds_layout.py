@@ -22,33 +22,40 @@ from modeling.layout import (
 )
 from recipe.settings.ds_keys import look_up
 from recipe.settings.ds_sources import Sources
+from recipe.settings.ds_wire import WireOptions, settle_wire
 from recipe.settings.values import convert
 
 MICRO_KEY = "train_micro_batch_size_per_gpu"
 ACCUMULATION_KEY = "gradient_accumulation_steps"
 TOTAL_KEY = "train_batch_size"
 
-EXPERTS_BACKENDS = ("loop", "grouped")
+EXPERTS_BACKENDS = ("loop", "grouped", "triton")
+ROW_ALIGNMENT = {"bf16": 8, "fp32": 4}  # elements that the widths of torch's grouped product must be a multiple of
+SYNC_FREE_CAPABILITIES = (9, 10)  # the major versions whose grouped product in bf16 leaves its offsets on the device
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldInfo:
-    """The ranks that have started: how many, how many on each node, and "cpu" or "cuda"."""
+    """The ranks that have started: how many, how many on each node, and what they compute on.
+
+    compute_capability  of the GPUs, (major, minor); None on a CPU
+    """
 
     world_size: int
     local_world_size: int
-    device: str = "cpu"
+    device: str = "cpu"  # or "cuda"
+    compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """The "parallel" block with nothing left open."""
+    """The "parallel" block with nothing left open; `cuda_graph` is settled last, see ds_graphs.py."""
 
     tp: int
     ep: int
     strategy: str
     cuda_graph: bool
-    overlap: bool
+    wire: WireOptions
     experts_backend: str
 
 
@@ -122,20 +129,17 @@ class Settled(NamedTuple):
     options: ParallelOptions
 
 
-def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, row_alignment: int) -> Settled:
-    """Layout, batch and "parallel" options; what does not fit is added to the faults of `sources`.
-
-    row_alignment  elements that the widths of torch's grouped product must be a multiple of, where it is used
-    """
+def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, precision: str) -> Settled:
+    """Layout, batch and "parallel" options; what does not fit is added to the faults of `sources`."""
     block = look_up(sources.ds_config, "parallel")
     block = block if isinstance(block, Mapping) else {}
-    backend = _experts_backend(sources, block=block, device=ranks.device)
+    backend = _experts_backend(sources, block=block, ranks=ranks, precision=precision)
     search = _Search(
         sizes=sizes,
         ranks=ranks,
         wish=_batch_wish(sources),
         block_size=sources.arguments.block_size,
-        row_alignment=row_alignment if backend == "grouped" else 1,
+        row_alignment=ROW_ALIGNMENT[precision] if backend == "grouped" else 1,
         strategy=_strategy(sources, block=block),
     )
     layout = _choose_layout(sources, block=block, search=search)
@@ -147,9 +151,15 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, row_
     )
     if search.strategy == "auto" and layout.tp > 1:
         sources.notes += _strategy_notes(search, layout)
-    return Settled(
-        layout, batch, _options(sources, block=block, layout=layout, strategy=search.strategy, backend=backend)
+    options = ParallelOptions(
+        tp=layout.tp,
+        ep=layout.ep,
+        strategy=search.strategy,
+        cuda_graph=False,
+        wire=settle_wire(sources, block=block, sizes=sizes, layout=layout, strategy=search.strategy),
+        experts_backend=backend,
     )
+    return Settled(layout, batch, options)
 
 
 def solve_batch(wish: BatchWish, *, dp: int) -> Batch:
@@ -249,10 +259,17 @@ def _with_widest_fit(faults: Sequence[str], *, search: _Search) -> list[str]:
     ]
 
 
-def _experts_backend(sources: Sources, *, block: Mapping[str, Any], device: str) -> str:
+def grouped_product_waits(ranks: WorldInfo, *, precision: str) -> bool:
+    """Whether torch's grouped product reads its offsets on the host; modeling/triton_products.py has the same rule."""
+    capability = ranks.compute_capability
+    return precision != "bf16" or capability is None or capability[0] not in SYNC_FREE_CAPABILITIES
+
+
+def _experts_backend(sources: Sources, *, block: Mapping[str, Any], ranks: WorldInfo, precision: str) -> str:
     backend = block.get("experts_backend", "auto")
     if backend == "auto":
-        return "grouped" if device == "cuda" else "loop"
+        on_gpu = "triton" if grouped_product_waits(ranks, precision=precision) else "grouped"
+        return on_gpu if ranks.device == "cuda" else "loop"
     if backend not in EXPERTS_BACKENDS:
         sources.faults.append(
             f'"parallel.experts_backend": {backend!r} is not one of auto, {", ".join(EXPERTS_BACKENDS)}'
@@ -279,22 +296,3 @@ def _strategy_notes(search: _Search, layout: ParallelLayout) -> Iterator[str]:
             f'"parallel.strategy": "auto" takes {choose_strategy(traffic)} for {num_tokens} tokens '
             f"(weights travel less from {threshold:,.0f} on, where ep=1)"
         )
-
-
-def _options(
-    sources: Sources, *, block: Mapping[str, Any], layout: ParallelLayout, strategy: str, backend: str
-) -> ParallelOptions:
-    for key, what in (("cuda_graph", "steps run eagerly"), ("overlap", "transfers are not overlapped with products")):
-        value = block.get(key, "auto")
-        if value == "auto":
-            sources.notes.append(f'"parallel.{key}": "auto" became false: {what} in this version')
-        elif value is not False:
-            sources.faults.append(f'"parallel.{key}": {value!r} is not available in this version; use "auto" or false')
-    return ParallelOptions(
-        tp=layout.tp,
-        ep=layout.ep,
-        strategy=strategy,
-        cuda_graph=False,
-        overlap=False,
-        experts_backend=backend,
-    )

@@ -129,7 +129,19 @@ class Arguments:
     balance_scope: str = _loss(
         "over what load is balanced; only `sequence` is the same in every layout",
         default="sequence",
-        choices=("sequence", "micro_batch"),
+        choices=("sequence", "micro_batch", "global_batch"),
+    )
+    balance_bias_update_rate: float = _loss(
+        "step of the routers' biases that even the load out without a loss; 0: biases stay, or there are none",
+        default=0.0,
+        at_least=0,
+    )
+    capacity_factor: float | None = _loss(
+        "tokens an expert takes of a training micro-batch, in even shares; what has no room is dropped. None: no limit",
+        at_least=0.01,
+    )
+    router_jitter_noise: float = _loss(
+        "half width of the uniform noise on a router's input in training", default=0.0, at_least=0, at_most=1
     )
 
     bf16: bool = _speed("train in bfloat16 with float32 master weights", default=False)
@@ -146,6 +158,9 @@ class Arguments:
     overwrite_output_dir: bool = _save("start anew in a folder that holds a run", default=False)
     save_steps: int = _save("optimizer steps between checkpoints; 0: at the end only", default=500, at_least=0)
     save_total_limit: int | None = _save("checkpoints kept; all if absent", at_least=1)
+    place_experts: bool = _save(
+        "when resuming, spread the experts over the ranks anew by the loads that the checkpoint has", default=False
+    )
     resume_from_checkpoint: str | None = _save("`auto` for the newest complete checkpoint, or its path")
     hf_save: str = _save(
         "which checkpoints carry Hugging Face weights", default="every", choices=("every", "last", "never")

@@ -31,28 +31,32 @@ class StockType:
     theta: float = 10000.0
 
 
+PLAIN_ROUTING: Mapping[str, Any] = {"score_function": "softmax", "routed_scaling_factor": 1.0, "router_bias": False}
 STOCK_TYPES: Mapping[str, StockType] = {
     NATIVE: StockType(renamed={"num_local_experts": "num_experts"}),
     "mixtral": StockType(
         renamed={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"},
-        implied={"qk_norm": "none", "norm_topk_prob": True},
+        implied={**PLAIN_ROUTING, "qk_norm": "none", "norm_topk_prob": True},
         absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
         theta=1e6,
     ),
     "qwen3_moe": StockType(
         renamed={"num_local_experts": "num_experts"},
-        implied={"qk_norm": "head"},
+        implied={**PLAIN_ROUTING, "qk_norm": "head"},
         absent={"num_key_value_heads": 4, "norm_topk_prob": False},
     ),
     "olmoe": StockType(
         renamed={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"},
-        implied={"qk_norm": "full"},
+        implied={**PLAIN_ROUTING, "qk_norm": "full"},
         absent={"norm_topk_prob": False, "rms_norm_eps": 1e-5},
     ),
 }
 
 # A run sets these by flags of the same names; a file says what an earlier run used.
-LOSS_SETTINGS = ("router_aux_loss_coef", "router_z_loss_coef", "logits_z_loss_coef", "balance_scope")
+LOSS_SETTINGS = (
+    *("router_aux_loss_coef", "router_z_loss_coef", "logits_z_loss_coef", "balance_scope"),
+    *("balance_bias_update_rate", "router_jitter_noise", "capacity_factor"),
+)
 
 # Say nothing about the function the model computes, or are the tokenizer's or the run's to say.
 WITHOUT_EFFECT = (
@@ -62,6 +66,7 @@ WITHOUT_EFFECT = (
     *("name_or_path", "num_labels", "output_router_logits", "prefix", "task_specific_params", "tf_legacy_loss"),
     *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_bfloat16", "use_cache"),
     *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+    *("overlap", "overlap_chunks", "regather", "token_dtype", "combine_dtype", "resident_experts"),
 )
 
 # Configurations once held the settings of text generation, too; transformers takes them out again when it reads one.
@@ -93,7 +98,6 @@ ONLY_VALUE: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "return_dict": (True, None),
     "rope_scaling": (None,),
-    "router_jitter_noise": (0, None),
     "tie_encoder_decoder": (False, None),
     "tie_last_hidden_states": (True, None),
     "use_sliding_window": (False, None),

@@ -55,6 +55,9 @@ RULES: Mapping[str, Rule] = {
     "decoder_sparse_step": _COUNT,
     "mlp_only_layers": _INDICES,
     "norm_topk_prob": _TRUTH,
+    "score_function": _one_of("softmax", "sigmoid"),
+    "routed_scaling_factor": _POSITIVE,
+    "router_bias": _TRUTH,
     "tie_word_embeddings": _TRUTH,
     "qk_norm": _one_of("none", "head", "full"),
     "hidden_act": _one_of("silu"),
@@ -75,7 +78,7 @@ NEEDED = (
     "moe_intermediate_size",
     "max_position_embeddings",
 )
-FLOATS = ("rms_norm_eps", "initializer_range", "attention_dropout", "clip_qkv")
+FLOATS = ("rms_norm_eps", "initializer_range", "attention_dropout", "clip_qkv", "routed_scaling_factor")
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 

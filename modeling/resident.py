@@ -1,0 +1,201 @@
+"""Copies of hot experts on other ranks: which to hold where, and how a micro-batch's rows are shared by the holders.
+
+After the all-gather every rank knows the routing of all tokens, so every rank computes the same shares and no message
+is needed. The work is on the device, on shapes that do not depend on the routing, and nothing is read by the host.
+
+How even the loads can be follows from sets of ranks: rows of experts that no rank outside a set holds must be done
+inside it, so the densest set bounds the busiest rank from below, and shares that reach the bound exist (Hall, 1935).
+
+Shape letters beside the usual ones: P ranks that share the experts (ep), C slots for copies on each, S = 2 ** P sets of
+ranks, bit p of a set standing for rank p; K = P * C slots, M = E + K homes and slots, R = T * A pairs.
+Expert i lives on rank i // (E / P). A copy of a rank's own expert means an empty slot.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .placement import check_copies
+
+SWEEPS = 2
+SQUARINGS = 4  # densities to the power of 16: close to the maximum, and yet every dense set counts
+FIXED_POINT = 2**40
+
+
+class RowShares(NamedTuple):
+    """How many rows of its experts each holder takes.
+
+    home_rows_E   [E]     int64, on the rank where the expert lives
+    copy_rows_PC  [P, C]  int64, by the copy in each slot
+    largest_load  []      int64, rows of the busiest rank: the least possible with these copies
+    """
+
+    home_rows_E: Tensor
+    copy_rows_PC: Tensor
+    largest_load: Tensor
+
+
+class Holders(NamedTuple):
+    """Which rank computes each token-expert pair, and with which of the experts it holds.
+
+    rank_TA   [T, A]  int64; P for pairs of padding
+    local_TA  [T, A]  int64, the rank's own experts 0 to E / P - 1, then its copies in the order of the slots
+    shares            the row counts behind it
+    """
+
+    rank_TA: Tensor
+    local_TA: Tensor
+    shares: RowShares
+
+
+def choose_copies(counts_LE: Tensor, *, num_ranks: int, num_copies: int) -> Tensor:
+    """The experts that each rank should hold a copy of, for each layer: counts of rows [L, E] -> int64 [L, P, C].
+
+    Slot after slot takes the expert that makes the sets of ranks least dense, the densest above all, given the other
+    slots; a second sweep reconsiders every slot. Among equals an empty slot wins, then the lower expert. Fixed-point
+    sums make the choice the same on every rank that knows the same counts, whatever the order of additions.
+    """
+    num_layers, num_experts = counts_LE.shape
+    check_copies(num_experts, num_ranks=num_ranks, num_copies=num_copies)
+    counts_LE = counts_LE.long()
+    own_P = torch.arange(num_ranks, device=counts_LE.device) * (num_experts // num_ranks)
+    copies_LPC = own_P[:, None].expand(num_layers, num_ranks, num_copies).clone()
+    for _ in range(SWEEPS):
+        for slot in range(num_copies):
+            for rank in range(num_ranks):
+                copies_LPC[:, rank, slot] = own_P[rank]
+                copies_LPC[:, rank, slot] = _best_copy(counts_LE, copies_LPC, rank=rank)
+    return copies_LPC
+
+
+def _best_copy(counts_LE: Tensor, copies_LPC: Tensor, *, rank: int) -> Tensor:
+    """What a free slot of `rank` is best used for, [L]."""
+    num_ranks, num_experts = copies_LPC.shape[1], counts_LE.shape[1]
+    sets_S, size_S = _rank_sets(num_ranks, device=counts_LE.device)
+    bits_LE = _holder_bits(copies_LPC, num_experts=num_experts)
+    rows_LES = torch.where(_held_inside(bits_LE, sets_S), counts_LE[..., None], 0)
+    demand_LS = rows_LES.sum(1)
+    # With a copy on this rank, the sets without it are free of the expert.
+    relief_LES = torch.where(sets_S >> rank & 1 == 1, 0, rows_LES)
+    densest_L = (demand_LS / size_S).amax(-1).clamp(min=1)
+    power_LES = (demand_LS[:, None] - relief_LES) / size_S / densest_L[:, None, None]
+    for _ in range(SQUARINGS):
+        power_LES = power_LES * power_LES
+    cost_LE = (power_LES * FIXED_POINT).round().long().sum(-1)
+    least_L = cost_LE.amin(-1)
+    experts_E = torch.arange(num_experts, device=counts_LE.device)
+    lowest_L = torch.where(cost_LE == least_L[:, None], experts_E, num_experts).amin(-1)
+    own = rank * (num_experts // num_ranks)
+    return torch.where(cost_LE[:, own] == least_L, own, lowest_L)
+
+
+def share_rows(counts_E: Tensor, copies_PC: Tensor) -> RowShares:
+    """Share the rows of each expert, int64 [E], among its holders so that the busiest rank has as few as possible.
+
+    Slot after slot takes as many rows as leave every set of ranks able to do what is left to it alone; the rest stays
+    at home. That keeps a solution in reach at every step, so the least largest load is reached exactly, in whole rows.
+    """
+    num_ranks, num_copies = copies_PC.shape
+    num_experts, num_slots = counts_E.shape[0], num_ranks * num_copies
+    sets_S, size_S = _rank_sets(num_ranks, device=counts_E.device)
+    bits_E = _holder_bits(copies_PC[None], num_experts=num_experts)[0]
+    demand_S = torch.where(_held_inside(bits_E, sets_S), counts_E[:, None], 0).sum(0)
+    largest = ((demand_S + size_S - 1) // size_S).amax()
+    spare_S = largest * size_S - demand_S
+    rank_K = torch.arange(num_slots, device=counts_E.device) // max(num_copies, 1)
+    expert_K = copies_PC.flatten()
+    # Sets with the slot's rank that another holder is outside of: there a row taken by the slot is an additional one.
+    loaded_KS = ((bits_E[expert_K, None] & ~sets_S) != 0) & (sets_S >> rank_K[:, None] & 1 == 1)
+    takes_KE = (expert_K[:, None] == torch.arange(num_experts, device=counts_E.device)).long()
+    # A copy at home would take rows from the same rank: it takes none.
+    limit_K = torch.where(expert_K // (num_experts // num_ranks) == rank_K, 0, num_ranks * largest)
+    left_E, taken = counts_E, []
+    for slot in range(num_slots):
+        room = torch.where(loaded_KS[slot], spare_S, limit_K[slot]).amin()
+        taken.append(torch.minimum(left_E.gather(0, expert_K[slot : slot + 1]), room))
+        spare_S = spare_S - loaded_KS[slot] * taken[-1]
+        left_E = left_E - takes_KE[slot] * taken[-1]
+    copy_rows_K = torch.cat(taken) if taken else counts_E.new_zeros(0)
+    return RowShares(left_E, copy_rows_K.view(num_ranks, num_copies), largest)
+
+
+def largest_loads(counts_LE: Tensor, *, copies_LPC: Tensor) -> Tensor:
+    """Rows of the busiest rank of each layer, int64 [L], for counts of rows [L, E]: what `choose_holders` reaches."""
+    num_layers, num_ranks, _ = copies_LPC.shape
+    sets_S, size_S = _rank_sets(num_ranks, device=counts_LE.device)
+    held_LES = _held_inside(_holder_bits(copies_LPC, num_experts=counts_LE.shape[1]), sets_S)
+    demand_LS = torch.where(held_LES, counts_LE[..., None], 0).sum(1)
+    return ((demand_LS + size_S - 1) // size_S).amax(-1).view(num_layers)
+
+
+def least_loads(counts_LE: Tensor, *, num_ranks: int, num_copies: int) -> Tensor:
+    """A bound to `largest_loads` over all choices of copies, int64 [L]; `copies_bound` in placement.py says why."""
+    num_experts = counts_LE.shape[1]
+    sets_S, size_S = _rank_sets(num_ranks, device=counts_LE.device)
+    falling_LE, order_LE = counts_LE.sort(dim=-1, descending=True)
+    inside_LSE = (sets_S[:, None] >> (order_LE // (num_experts // num_ranks))[:, None] & 1).bool()
+    copied_S = num_copies * (num_ranks - size_S)
+    stays_LSE = inside_LSE & (inside_LSE.cumsum(-1) > copied_S[:, None])
+    demand_LS = torch.where(stays_LSE, falling_LE[:, None], 0).sum(-1)
+    return ((demand_LS + size_S - 1) // size_S).amax(-1)
+
+
+def choose_holders(ids_TA: Tensor, copies_PC: Tensor, *, num_experts: int) -> Holders:
+    """Who computes each pair of expert ids [T, A]; id num_experts is padding, which nobody computes.
+
+    In the order of tokens the first rows of an expert stay at home, the next ones go to the first slot that holds a
+    copy of it, and so on. A rank gets at most T * min(A, E / P + C) rows: a token has at most one for each expert
+    that the rank holds.
+    """
+    num_ranks, num_copies = copies_PC.shape
+    num_local, device = num_experts // num_ranks, ids_TA.device
+    ids_R, order_R = ids_TA.flatten().sort(stable=True)
+    experts_E = torch.arange(num_experts, device=device)
+    ends_E = torch.searchsorted(ids_R, experts_E, right=True)
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    shares = share_rows(counts_E, copies_PC)
+
+    # The sorted pairs fall into one segment for every home and every slot, an expert's home before its copies.
+    ranks_P, slots_C = torch.arange(num_ranks, device=device), torch.arange(num_copies, device=device)
+    order_M = torch.cat([experts_E, copies_PC.flatten()]).sort(stable=True).indices
+    rows_M = torch.cat([shares.home_rows_E, shares.copy_rows_PC.flatten()])[order_M]
+    rank_M = torch.cat([experts_E // num_local, ranks_P.repeat_interleave(num_copies)])[order_M]
+    local_M = torch.cat([experts_E % num_local, num_local + slots_C.repeat(num_ranks)])[order_M]
+    places_R = torch.arange(order_R.numel(), device=device)
+    segment_R = torch.searchsorted(rows_M.cumsum(0), places_R, right=True)
+    # Padding has the highest id, so it lies past the end of the last segment.
+    rank_R = torch.cat([rank_M, rank_M.new_full((1,), num_ranks)])[segment_R]
+    local_R = torch.cat([local_M, local_M.new_full((1,), num_local + num_copies)])[segment_R]
+    return Holders(
+        torch.empty_like(rank_R).scatter_(0, order_R, rank_R).view_as(ids_TA),
+        torch.empty_like(local_R).scatter_(0, order_R, local_R).view_as(ids_TA),
+        shares,
+    )
+
+
+class _RankSets(NamedTuple):
+    """Every set of ranks as bits, and how many ranks are in it; 1 for the empty set, so that it can be divided by."""
+
+    sets_S: Tensor
+    size_S: Tensor
+
+
+def _rank_sets(num_ranks: int, *, device: torch.device) -> _RankSets:
+    sets_S = torch.arange(2**num_ranks, device=device)
+    bits_SP = sets_S[:, None] >> torch.arange(num_ranks, device=device) & 1
+    return _RankSets(sets_S, bits_SP.sum(-1).clamp(min=1))
+
+
+def _held_inside(bits_E: Tensor, sets_S: Tensor) -> Tensor:
+    """Whether all holders of an expert, [..., E] as bits, belong to a set of ranks: -> bool [..., E, S]."""
+    return (bits_E[..., None] & ~sets_S) == 0
+
+
+def _holder_bits(copies_LPC: Tensor, *, num_experts: int) -> Tensor:
+    """The ranks that hold each expert, as bits: [L, P, C] -> [L, E]."""
+    num_layers, num_ranks, _ = copies_LPC.shape
+    ranks_P = torch.arange(num_ranks, device=copies_LPC.device)
+    home_E = torch.arange(num_experts, device=copies_LPC.device) // (num_experts // num_ranks)
+    held_LPE = (home_E == ranks_P[:, None]).expand(num_layers, -1, -1).scatter(-1, copies_LPC, True)
+    return (held_LPE.long() << ranks_P[:, None]).sum(-2)
