@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .collectives import sum_gradients
 from .config import GatherMoeConfig
 from .gathered_linear import gather_linear, linear_scatter
-from .linear import Linear
+from .linear import Linear, plain_weight
 from .mesh import ParallelMesh
 from .norm import RmsNorm, SplitNorm, rms_norm, split_rms_norms
 from .rope import RotaryTables, rotate
@@ -172,10 +172,12 @@ class GatherMoeAttention(nn.Module):
             return self.o_proj(out.flatten(2)), weights
         assert num_sequences is not None
         gathering = self.wire.gathering(hidden_states, group)
-        shared = sum_gradients([self.k_proj.weight, self.v_proj.weight], self.mesh.kv_group, upcast=False)
-        parts = gather_linear(hidden_states, [self.q_proj.weight, *shared], gathering=gathering)
-        out, weights = self._attend_to([part.unflatten(0, (num_sequences, -1)) for part in parts], inputs, qk_norm)
-        return linear_scatter(out.flatten(2).flatten(0, 1), self.o_proj.weight, chunks=gathering.chunks), weights
+        shared = sum_gradients([plain_weight(self.k_proj), plain_weight(self.v_proj)], self.mesh.kv_group, upcast=False)
+        parts = gather_linear(hidden_states, [plain_weight(self.q_proj), *shared], gathering=gathering)
+        # Each its own memory: attention keeps v, which must not keep what q and k were before they were turned.
+        parts = [part.contiguous().unflatten(0, (num_sequences, -1)) for part in parts]
+        out, weights = self._attend_to(parts, inputs, qk_norm)
+        return linear_scatter(out.flatten(2).flatten(0, 1), plain_weight(self.o_proj), chunks=gathering.chunks), weights
 
     def qk_norm_weights(self) -> list[Tensor]:
         """The weights of the norms of q and k."""

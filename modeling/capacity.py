@@ -5,6 +5,7 @@ what is dropped does not depend on how many ranks share the tokens (2101.03961, 
 """
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from .transfers import all_gather_rows
 
 def expert_capacity(num_tokens: int, *, num_active: int, num_experts: int, factor: float) -> int:
     """Tokens an expert takes at most, of `num_tokens` in the whole group: `factor` times its even share, rounded up."""
-    return math.ceil(factor * num_tokens * num_active / num_experts)
+    # As written: 1.1 times 100 tokens is 110, which the nearest binary number is a little more than.
+    return math.ceil(Fraction(str(factor)) * num_tokens * num_active / num_experts)
 
 
 def kept_choices(ids_tA: Tensor, *, num_experts: int, capacity: int, group: ProcessGroup | None) -> Tensor:

@@ -177,6 +177,11 @@ def _check_numbers(config: GatherMoeConfig) -> None:
         raise ValueError(f"capacity_factor={config.capacity_factor} must be above 0; None drops nothing")
     if not 0 <= config.router_jitter_noise <= 1:
         raise ValueError(f"router_jitter_noise={config.router_jitter_noise} must lie between 0, which is none, and 1")
+    if config.strategy != "gather_tokens" and (config.token_dtype, config.combine_dtype) != ("auto", "auto"):
+        raise ValueError(
+            f"token_dtype={config.token_dtype!r} and combine_dtype={config.combine_dtype!r} are for "
+            f"strategy='gather_tokens', not {config.strategy!r}; use 'auto' for both"
+        )
     if config.num_experts > 0 and not 1 <= config.num_experts_per_tok <= config.num_experts:
         raise ValueError(
             f"num_experts_per_tok={config.num_experts_per_tok} must lie between 1 and num_experts={config.num_experts}"

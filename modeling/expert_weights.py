@@ -80,6 +80,8 @@ class _WholeExperts(torch.autograd.Function):
         slices = join_slices(lend_slices(Slices(gate_up, down), ctx.group))
         experts = ctx.make_pass(ExpertsCall(slots_tA, weights_tA, *slices, ctx.chunks), kept)
         grad_x_tD = experts.backward_chunk(0, grad_tD, KeptChunks(x_tD, ctx.chunks)).to(x_tD.dtype)
+        if not (ctx.needs_input_grad[4] or ctx.needs_input_grad[5]):
+            return None, grad_x_tD, None, experts.routing_gradient(), None, None
         grad_gate_up, grad_down = experts.weight_gradients(grad_tD, x_tD).own
         home = SlicesInFlight(return_gate_up(grad_gate_up, ctx.group), return_down(grad_down, ctx.group))
         grad_weights = experts.routing_gradient()

@@ -38,8 +38,7 @@ class GatherMoeExperts(nn.Module):
         self.num_experts, self.num_local = config.num_experts, config.num_experts // layout.ep
         self.first_expert = mesh.ep_rank * self.num_local
         self.backend = config.experts_backend
-        # Whole experts' buffers are up to ep times what a balanced routing fills: made again rather than kept.
-        self.recompute = layout.ep > 1
+        self.layout = layout
         width = config.moe_intermediate_size // layout.etp
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_local, 2 * width, config.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(self.num_local, config.hidden_size, width))
@@ -70,7 +69,9 @@ class GatherMoeExperts(nn.Module):
             # In token order, so that a chunk, which has tokens of every rank, is as even as the whole.
             slots_TA = held.slots(ids_TA, num_experts=self.num_experts)
         slots_TA = chunks.to_chunk_order(slots_TA)
-        return _Experts.apply(self.passes(x_tD), transfer, x_tD, slots_TA, weights_tA, gate_up, down, held)
+        # For gathered tokens whole experts' buffers are up to ep times what a balanced routing fills.
+        make_pass = self.passes(x_tD, recompute=chunks.group is not None and self.layout.ep > 1)
+        return _Experts.apply(make_pass, transfer, x_tD, slots_TA, weights_tA, gate_up, down, held)
 
     def forward_whole(
         self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, *, group: ProcessGroup, in_flight: SlicesInFlight
@@ -80,7 +81,7 @@ class GatherMoeExperts(nn.Module):
         Only for ep=1, where every rank holds a slice of every expert. The result is complete.
         """
         x_tD, gate_up, down = autocast_inputs(x_tD, self.gate_up_proj, self.down_proj)
-        whole = WholeExperts(self.passes(x_tD), group, in_flight)
+        whole = WholeExperts(self.passes(x_tD, recompute=False), group, in_flight)
         return whole_experts(x_tD, ids_tA, weights_tA, Slices(gate_up, down), whole=whole)
 
     def copies_PC(self, device: torch.device) -> Tensor:
@@ -104,8 +105,8 @@ class GatherMoeExperts(nn.Module):
         """Start to gather every rank's slices, for `forward_whole`."""
         return lend_slices(Slices(*autocast_inputs(self.gate_up_proj, self.down_proj)), group)
 
-    def passes(self, x: Tensor) -> MakePass:
-        """What makes a forward or backward for tokens like these."""
+    def passes(self, x: Tensor, *, recompute: bool) -> MakePass:
+        """What makes a forward or backward for tokens like these; buffers of fixed size are kept, or made again."""
         backend = self.backend
         if backend == "auto":
             backend = "loop"
@@ -114,7 +115,7 @@ class GatherMoeExperts(nn.Module):
         if backend == "loop":
             return LoopExperts
         products: Products = TritonProducts() if backend == "triton" else TorchProducts()
-        return partial(GroupedExperts, products=products, recompute=self.recompute)
+        return partial(GroupedExperts, products=products, recompute=recompute)
 
 
 def _scatter_routing_gradient(grad_TA: Tensor, chunks: Chunks) -> ScatterInChunks:
@@ -144,7 +145,7 @@ class _Experts(torch.autograd.Function):
         copies = None if held is None else held.weights
         experts = make_pass(ExpertsCall(slots_TA, weights_TA, gate_up, down, chunks, copies), None)
         sum_dtype = sum_dtype or x_tD.dtype
-        scatter = ScatterInChunks(torch.empty_like(x_tD, dtype=sum_dtype), chunks)
+        scatter = ScatterInChunks(x_tD.new_empty(x_tD.shape, dtype=sum_dtype), chunks)
         for k in range(chunks.num_chunks):
             scatter.add(k, experts.forward_chunk(k, gather.chunk(k)).to(sum_dtype))
         ctx.make_pass, ctx.chunks, ctx.regather, ctx.held = make_pass, chunks, regather, held
@@ -161,8 +162,10 @@ class _Experts(torch.autograd.Function):
         grads = GatherInChunks(grad_tD, chunks)
         tokens = KeptChunks(x, chunks) if ctx.regather is None else ctx.regather(x, chunks)
         call = ExpertsCall(slots_TA, weights_TA, gate_up, down, chunks, Slices(*copies) if copies else None)
+        grads.start_rest()
+        tokens.start_rest()
         experts = ctx.make_pass(call, kept)
-        scatter = ScatterInChunks(torch.empty_like(grad_tD), chunks)
+        scatter = ScatterInChunks(grad_tD.new_empty(grad_tD.shape), chunks)
         for k in range(chunks.num_chunks):
             scatter.add(k, experts.backward_chunk(k, grads.chunk(k), tokens).to(x.dtype))
         # Before the weights' gradients, whose products may take this rank longer than others.

@@ -4,6 +4,7 @@ Every chunk has as many rows as could ever be this rank's. With `recompute` a fo
 makes the gate and up products again: these buffers hold up to N times the rows of a balanced routing.
 """
 
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,23 +57,20 @@ class TritonProducts:
         return weight_gradient(grad_RO, x_RI=x_RI, offsets_e=offsets_e)
 
 
-class _Worked(NamedTuple):
-    """What a chunk's backward leaves for the weight gradients, by its rows."""
-
-    act_Rf: Tensor
-    grad_gate_up_R2f: Tensor
-    grad_weight_R: Tensor
-
-
 class _AllRows(NamedTuple):
-    """The rows of all chunks, sorted by slot, as `Rows` has them for one."""
+    """The rows of all chunks, sorted by slot, as `Rows` has them for one.
+
+    order_R  which row of the chunks behind each other each one is; None where that is their order already
+    """
 
     token_R: Tensor
     valid_R: Tensor
     offsets_e: Tensor
     weight_R: Tensor
-    act_Rf: Tensor
-    grad_gate_up_R2f: Tensor
+    order_R: Tensor | None
+
+    def sort(self, x: Tensor) -> Tensor:
+        return x if self.order_R is None else x[self.order_R]
 
 
 class GroupedExperts:
@@ -91,7 +89,10 @@ class GroupedExperts:
         self._weight_R = [w[rows.pair_R] for w, rows in zip(weights, self.rows, strict=True)]
         sizes = [rows.token_R.shape[0] for rows in self.rows]
         self._gate_up_R2f: list[Tensor] = [] if kept is None else list(kept.split(sizes))
-        self._worked: list[_Worked] = []
+        # Filled by a backward, the rows of all chunks behind each other.
+        self._row_ends = list(accumulate(sizes, initial=0))
+        self._act_Rf = self._grad_gate_up_R2f = call.gate_up.new_empty(0)
+        self._grad_weight_R: list[Tensor] = []
 
     def to_keep(self) -> Tensor | None:
         """The gate and up products [R, 2f] of all chunks."""
@@ -110,34 +111,41 @@ class GroupedExperts:
 
     def backward_chunk(self, k: int, grad_cD: Tensor, tokens: GatheredChunks) -> Tensor:
         call, rows, weight_R = self.call, self.rows[k], self._weight_R[k]
+        here = slice(self._row_ends[k], self._row_ends[k + 1])
+        if k == 0:
+            num_rows, twice_width = self._row_ends[-1], call.gate_up.shape[1]
+            self._act_Rf = grad_cD.new_empty(num_rows, twice_width // 2)
+            self._grad_gate_up_R2f = grad_cD.new_empty(num_rows, twice_width)
         gate_up_R2f = self._multiply_in(k, tokens.chunk(k)) if not self._gate_up_R2f else self._gate_up_R2f[k]
         gate, up = _clear_tail(gate_up_R2f, rows).chunk(2, dim=-1)
         silu = F.silu(gate)
-        act_Rf = silu * up
+        self._act_Rf[here] = act_Rf = silu * up
         # The output's gradient before its routing weight; times the activation it is also the weight's gradient.
         grad_act_Rf = self._products.back(_clear_tail(grad_cD[rows.token_R], rows), call.down, rows.offsets_e)
         grad_act_Rf = _clear_tail(grad_act_Rf, rows)
-        grad_weight_R = (wide(grad_act_Rf) * wide(act_Rf)).sum(-1)
+        self._grad_weight_R.append((wide(grad_act_Rf) * wide(act_Rf)).sum(-1))
         grad_act_Rf = (grad_act_Rf * weight_R[:, None]).to(act_Rf.dtype)
-        grad_gate = torch.ops.aten.silu_backward(grad_act_Rf * up, gate)
-        grad_gate_up_R2f = torch.cat([grad_gate, grad_act_Rf * silu], dim=-1)
-        self._worked.append(_Worked(act_Rf, grad_gate_up_R2f, grad_weight_R))
+        grad_gate_up_R2f, width = self._grad_gate_up_R2f[here], act_Rf.shape[1]
+        grad_gate_up_R2f[:, width:] = grad_act_Rf * silu
+        grad_gate_up_R2f[:, :width] = torch.ops.aten.silu_backward(grad_act_Rf * up, gate)
         return self._sum_by_token(k, self._products.back(grad_gate_up_R2f, call.gate_up, rows.offsets_e), None)
 
     def routing_gradient(self) -> Tensor:
         call = self.call
         grad_weights = torch.zeros_like(call.weights_TA)
-        for k, (rows, worked) in enumerate(zip(self.rows, self._worked, strict=True)):
+        for k, (rows, grad_R) in enumerate(zip(self.rows, self._grad_weight_R, strict=True)):
             here = grad_weights[call.chunks.gathered_rows(k)].view(-1)
-            here[rows.pair_R] = worked.grad_weight_R.to(grad_weights.dtype)
+            here[rows.pair_R] = grad_R.to(grad_weights.dtype)
         return grad_weights
 
     def weight_gradients(self, grad_TD: Tensor, x_TD: Tensor) -> WeightGradients:
         every = self._all_rows()
         grad_y_RD = (grad_TD[every.token_R] * every.weight_R[:, None]).to(x_TD.dtype)
         grad_y_RD = torch.where(every.valid_R[:, None], grad_y_RD, 0.0)
-        grad_down = self._products.weight_gradient(grad_y_RD, every.act_Rf, every.offsets_e)
-        grad_gate_up = self._products.weight_gradient(every.grad_gate_up_R2f, x_TD[every.token_R], every.offsets_e)
+        grad_down = self._products.weight_gradient(grad_y_RD, every.sort(self._act_Rf), every.offsets_e)
+        del grad_y_RD
+        grad_rows = every.sort(self._grad_gate_up_R2f)
+        grad_gate_up = self._products.weight_gradient(grad_rows, x_TD[every.token_R], every.offsets_e)
         if not self._has_copies:
             return WeightGradients(Slices(grad_gate_up, grad_down), None)
         own, copies = (
@@ -169,10 +177,9 @@ class GroupedExperts:
 
     def _all_rows(self) -> _AllRows:
         """The rows of all chunks as one buffer sorted by slot."""
-        weight_R, (act_Rf, grad_gate_up_R2f, _) = self._weight_R[0], self._worked[0]
         if len(self.rows) == 1:
             rows = self.rows[0]
-            return _AllRows(rows.token_R, rows.valid_R, rows.offsets_e, weight_R, act_Rf, grad_gate_up_R2f)
+            return _AllRows(rows.token_R, rows.valid_R, rows.offsets_e, self._weight_R[0], None)
         slots, tokens = [], []
         for k, rows in enumerate(self.rows):
             number = torch.arange(rows.token_R.shape[0], device=rows.token_R.device)
@@ -186,8 +193,7 @@ class GroupedExperts:
             valid_R=key < num_slots,
             offsets_e=offsets_e.to(torch.int32),
             weight_R=torch.cat(self._weight_R)[order],
-            act_Rf=torch.cat([worked.act_Rf for worked in self._worked])[order],
-            grad_gate_up_R2f=torch.cat([worked.grad_gate_up_R2f for worked in self._worked])[order],
+            order_R=order,
         )
 
 

@@ -17,7 +17,7 @@ SCALE_BYTES = 4
 
 def pack_fp8(x_tD: Tensor) -> Tensor:
     """[t, D] -> bytes [t, D + 4] uint8: the numbers of each token, then its scale."""
-    scale_t1 = x_tD.float().abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
+    scale_t1 = (x_tD.float().abs().amax(dim=1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     numbers = (x_tD.float() / scale_t1).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.cat([numbers, scale_t1.view(torch.uint8)], dim=1)
 

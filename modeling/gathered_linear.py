@@ -49,6 +49,7 @@ class _GatherLinear(torch.autograd.Function):
         chunks, regather = ctx.gathering
         x, *weights = ctx.saved_tensors
         tokens = GatherInChunks(x, chunks) if regather else KeptChunks(x, chunks)
+        tokens.start_rest()
         grad_TO = chunks.to_chunk_order(torch.cat(grads, dim=1))
         weight_OD = torch.cat(weights)
         scatter = ScatterInChunks(x.new_empty(chunks.num_tokens, x.shape[1]), chunks)

@@ -28,14 +28,30 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class Linear(nn.Linear):
-    """nn.Linear without a bias, for whatever recognises linear layers by their class (adapters, quantisers)."""
+    """nn.Linear without a bias, for whatever recognises linear layers by their class (adapters, quantisers).
+
+    Called on one process alone; under a mesh its weight is multiplied while tokens travel.
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
-    def forward(self, x: Tensor, *, weight: Tensor | None = None) -> Tensor:
-        """x [..., in] -> [..., out]; `weight` stands in for the module's own where its gradient is handled outside."""
-        return linear(x, self.weight if weight is None else weight)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return linear(x, self.weight)
+
+
+def plain_weight(module: nn.Module) -> Tensor:
+    """The weight of a projection that a group shares, whose product is part of a transfer and not the module's own.
+
+    ValueError where something else stands in for it, whose part would be left out.
+    """
+    if type(module) is not Linear:
+        raise ValueError(
+            f"a projection was replaced by {type(module).__name__}, which a model shared by several ranks would leave "
+            "out; train adapters on one process, from a checkpoint's hf/ folder"
+        )
+    return module.weight
 
 
 class _Linear(torch.autograd.Function):

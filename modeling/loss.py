@@ -73,7 +73,7 @@ class _VocabParallelLosses(torch.autograd.Function):
         exact = wide(x_tD[:0]).dtype
         nll, z = x_tD.new_zeros((), dtype=exact), x_tD.new_zeros((), dtype=exact)
         grad_weight_vD = torch.zeros_like(weight_vD, dtype=exact) if any(ctx.needs_input_grad) else None
-        scatter = ScatterInChunks(torch.empty_like(x_tD), chunks)
+        scatter = ScatterInChunks(x_tD.new_empty(x_tD.shape), chunks)
         for k in range(chunks.num_chunks):
             x_cD, targets_c = gather.chunk(k), targets_T[chunks.gathered_rows(k)]
             grad_x_cD = None if grad_weight_vD is None else torch.empty_like(x_cD)

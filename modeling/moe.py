@@ -12,7 +12,7 @@ from .cost import MoeTraffic, choose_strategy
 from .dispatch import Dispatch, Dispatched, dispatch
 from .experts import GatherMoeExperts
 from .gathered_linear import gather_linear, linear_scatter
-from .linear import Linear
+from .linear import Linear, plain_weight
 from .mesh import ParallelMesh
 from .router import GatherMoeRouter, Routing
 from .wire import wire_of
@@ -65,6 +65,7 @@ class GatherMoeSparseBlock(nn.Module):
             layout=layout,
             num_tokens=x_tD.shape[0] * layout.tp,
             element_bytes=x_tD.element_size(),
+            regather=self.wire.regather,
         )
         return choose_strategy(traffic)
 
@@ -85,5 +86,5 @@ class GatherMoeMlp(nn.Module):
         if self.mesh.group is None:
             return self.down_proj(F.silu(self.gate_proj(x_tD)) * self.up_proj(x_tD))
         gathering = self.wire.gathering(x_tD, self.mesh.group)
-        gate, up = gather_linear(x_tD, [self.gate_proj.weight, self.up_proj.weight], gathering=gathering)
-        return linear_scatter(F.silu(gate) * up, self.down_proj.weight, chunks=gathering.chunks)
+        gate, up = gather_linear(x_tD, [plain_weight(self.gate_proj), plain_weight(self.up_proj)], gathering=gathering)
+        return linear_scatter(F.silu(gate) * up, plain_weight(self.down_proj), chunks=gathering.chunks)

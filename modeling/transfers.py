@@ -151,10 +151,11 @@ class GatherInChunks:
     def chunk(self, k: int) -> Tensor:
         """Chunk k [N * c, ...], which has then arrived; chunks are taken in order."""
         self.start_rest()
-        self._start(k + 1)
-        for transfer in self._started[self._num_finished : k + 1]:
-            transfer.finish()
-            self._num_finished += 1
+        if self.chunks.group is not None:
+            for i in range(self._num_finished, k + 1):
+                self._start(i + 1)
+                self._started[i].finish()
+            self._num_finished = max(self._num_finished, k + 1)
         return self.buffer[self.chunks.gathered_rows(k)]
 
     def all(self) -> Tensor:
@@ -175,6 +176,9 @@ class KeptChunks(NamedTuple):
 
     buffer: Tensor
     chunks: Chunks
+
+    def start_rest(self) -> None:
+        """Nothing: all has arrived."""
 
     def chunk(self, k: int) -> Tensor:
         return self.buffer[self.chunks.gathered_rows(k)]

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -10,7 +11,7 @@ from .config import GatherMoeConfig
 from .cost import choose_num_chunks
 from .fp8 import Fp8GatherInChunks
 from .gathered_linear import Gathering
-from .transfers import Chunks, GatherInChunks, TokenTransfer
+from .transfers import Chunks, GatherInChunks, TokenTransfer, one_chunk
 
 
 class Wire(NamedTuple):
@@ -32,9 +33,13 @@ class Wire(NamedTuple):
     def chunks(self, x_tD: Tensor, group: ProcessGroup | None) -> Chunks:
         """How tensors of the shape and type of x_tD [t, D] are cut."""
         num_tokens, num = x_tD.shape[0], self.num_chunks or 1
-        if group is not None and self.overlap and self.num_chunks is None:
-            num = choose_num_chunks(x_tD.numel() * x_tD.element_size(), device=x_tD.device.type)
-        return Chunks(min(num, num_tokens) if group is not None else 1, self.overlap, num_tokens, group)
+        if group is None:
+            return one_chunk(num_tokens)
+        if self.overlap and self.num_chunks is None:
+            # A ring passes on what every other rank has.
+            sent_bytes = (dist.get_world_size(group) - 1) * x_tD.numel() * x_tD.element_size()
+            num = choose_num_chunks(sent_bytes, device=x_tD.device.type)
+        return Chunks(max(1, min(num, num_tokens)), self.overlap, num_tokens, group)
 
     def gathering(self, x_tD: Tensor, group: ProcessGroup) -> Gathering:
         """The same, for products whose input is gathered."""

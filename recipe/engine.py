@@ -191,7 +191,8 @@ class Engine:
             sums.append(output.sums)
         # In float64, where whole numbers stay exact however many micro-batches there are.
         choices_LE = torch.stack([part.expert_counts for part in sums]).double().sum(0)
-        self._choices, self._loads = choices_LE if counts.num_targets else None, choices_LE
+        # Two uses of the same numbers: the biases' are summed over groups in place.
+        self._choices, self._loads = choices_LE.clone() if counts.num_targets else None, choices_LE
         return TokenSums(*(torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)))
 
     def update(self, *, learning_rate: float) -> float:

@@ -28,7 +28,7 @@ FREE_ON_RESUME = ("position", "tokens", "max_steps", "optimizer")
 # Entries of the model's configuration that say nothing about the function it computes.
 NOT_THE_MODEL = (
     *("use_cache", "experts_backend", "strategy", "output_router_logits"),
-    *("overlap", "overlap_chunks", "regather", "token_dtype", "combine_dtype", "resident_experts"),
+    *("overlap", "overlap_chunks", "regather", "combine_dtype", "resident_experts"),
 )
 
 

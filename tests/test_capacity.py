@@ -65,6 +65,7 @@ def test_any_number_of_ranks_keeps_the_same(num_active: int, world_size: int) ->
 def test_the_capacity_is_a_factor_of_the_even_share() -> None:
     assert expert_capacity(64, num_active=1, num_experts=8, factor=1.0) == 8
     assert expert_capacity(64, num_active=2, num_experts=8, factor=1.25) == 20
+    assert expert_capacity(100, num_active=1, num_experts=10, factor=1.1) == 11
     assert expert_capacity(65, num_active=1, num_experts=8, factor=1.0) == 9
 
 

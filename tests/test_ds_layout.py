@@ -191,6 +191,10 @@ def test_auto_takes_the_grouped_product_that_leaves_the_host_alone(
             {"token_dtype": "float8_e4m3", "strategy": "gather_weights", "tp": 2},
             '"parallel.token_dtype": "float8_e4m3" is for strategy "gather_tokens", the only one that gathers tokens',
         ),
+        (
+            {"combine_dtype": "float32", "tp": 1},
+            '"parallel.combine_dtype": "float32" has no effect with tp=1, where nothing travels; use "auto"',
+        ),
         ({"combine_dtype": "half"}, "\"parallel.combine_dtype\": 'half' is not one of auto, float32"),
         ({"resident_experts": "x"}, "\"parallel.resident_experts\" in the DeepSpeed configuration: 'x' is not"),
         (

@@ -171,13 +171,13 @@ def test_without_the_way_home_the_owners_gradient_is_wrong() -> None:
 def call_of(layer: Layer) -> ExpertsCall:
     """What a forward of the layer hands to its backend."""
     calls = []
-    make_pass = layer.experts.passes(layer.x_tD)
+    make_pass = layer.experts.passes(layer.x_tD, recompute=True)
 
     def recording(call: ExpertsCall, kept: Tensor | None) -> Any:
         calls.append(call)
         return make_pass(call, kept)
 
-    layer.experts.passes = lambda x: recording  # type: ignore[method-assign]
+    layer.experts.passes = lambda x, *, recompute: recording  # type: ignore[method-assign]
     work = Dispatch(layer.x_tD, lambda: layer.routing, layer.experts, layer.mesh, TWO_CHUNKS)
     with torch.no_grad():
         dispatch(work, strategy="gather_tokens")

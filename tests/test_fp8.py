@@ -44,6 +44,14 @@ def test_tokens_of_any_size_keep_their_precision() -> None:
         assert relative_rms(rounded(x * scale) / scale, x) < 0.03, scale
 
 
+def test_an_empty_token_stays_empty_where_denormals_are_flushed() -> None:
+    try:
+        torch.set_flush_denormal(True)
+        assert torch.equal(rounded(torch.zeros(2, 8)), torch.zeros(2, 8))
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_the_errors_are_those_of_the_docstring() -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2048, 512, generator=generator)

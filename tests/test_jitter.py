@@ -256,6 +256,10 @@ def test_first_tokens_count_the_stream_of_all_groups() -> None:
     [
         ({"router_jitter_noise": -0.1}, r"router_jitter_noise=-0\.1 must lie between 0, which is none, and 1"),
         ({"capacity_factor": 0}, r"capacity_factor=0 must be above 0; None drops nothing"),
+        (
+            {"token_dtype": "float8_e4m3", "strategy": "all_to_all"},
+            r"token_dtype='float8_e4m3' and combine_dtype='auto' are for strategy='gather_tokens', not 'all_to_all'",
+        ),
         ({"overlap_chunks": 0}, r"overlap_chunks=0 must be at least 1; None chooses"),
         ({"router_jitter_noise": 1.5}, r"router_jitter_noise=1\.5 must lie between 0, which is none, and 1"),
         ({"balance_bias_update_rate": -0.1}, r"balance_bias_update_rate=-0\.1 must be at least 0, which leaves"),

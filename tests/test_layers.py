@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from modeling.embedding import VocabularyEmbedding, VocabularyHead, vocabulary_part
 from modeling.hf_keys import file_tensors, stock_type
 from modeling.layout import ParallelLayout
-from modeling.linear import Linear, linear
+from modeling.linear import Linear, linear, plain_weight
 from modeling.mesh import ParallelMesh, build_mesh, one_rank_mesh
 from modeling.norm import RmsNorm, rms_norm, split_rms_norms
 from tests.parity import full_state, mixed_config, referee_model, tiny_config
@@ -60,11 +60,11 @@ def test_products_save_the_parameter_and_no_view_of_it() -> None:
     assert layer.bias is None
 
 
-def test_another_weight_can_stand_in() -> None:
-    layer, other = Linear(5, 4).double(), randn(4, 5).requires_grad_()
-    layer(randn(3, 5), weight=other).sum().backward()
-    assert layer.weight.grad is None
-    assert other.grad is not None
+def test_a_projection_that_something_else_stands_in_for_is_refused_where_ranks_share_it() -> None:
+    layer = Linear(5, 4)
+    assert plain_weight(layer) is layer.weight
+    with pytest.raises(ValueError, match=r"replaced by Sequential, which a model shared by several ranks"):
+        plain_weight(torch.nn.Sequential(layer))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -1,11 +1,12 @@
 """Started and chunked transfers: order of rows, sums, products around them, against one rank with everything."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling.cost import LINKS, MAX_CHUNKS, choose_num_chunks
 from modeling.gathered_linear import Gathering, gather_linear, linear_scatter
@@ -14,6 +15,7 @@ from modeling.transfers import (
     GatherInChunks,
     KeptChunks,
     ScatterInChunks,
+    Transfer,
     one_chunk,
     start_gather,
     start_scatter,
@@ -136,19 +138,63 @@ def test_products_around_transfers_equal_those_of_one_rank(num_chunks: int, over
     run_ranks(_products, 2, num_chunks, overlap, regather)
 
 
-def _frozen(rank: int, world_size: int) -> None:
-    """Weights that need no gradient get none, and no transfer is left under way."""
-    chunks = Chunks(2, True, TOKENS, dist.group.WORLD)
-    x, weight = torch.ones(TOKENS, HIDDEN).requires_grad_(), torch.ones(3, HIDDEN)
-    [out] = gather_linear(x, [weight], gathering=Gathering(chunks, True))
-    linear_scatter(out, torch.ones(HIDDEN, 3), chunks=chunks).sum().backward()
-    assert weight.grad is None
-    assert torch.equal(x.grad, torch.full((TOKENS, HIDDEN), 3.0 * HIDDEN * world_size))
-    dist.barrier()
+class Watch(TorchDispatchMode):
+    """Writes down, in order, what starts, what is finished, and what is multiplied."""
+
+    NAMES: ClassVar = {"_allgather_base_": "gather", "alltoall_base_": "scatter", "mm": "multiply"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.NAMES:
+            self.events.append(self.NAMES[name])
+        return func(*args, **(kwargs or {}))
+
+    def take(self) -> str:
+        taken, self.events = " ".join(self.events), []
+        return taken
 
 
-def test_frozen_weights_are_left_alone() -> None:
-    run_ranks(_frozen, 2)
+def _order_of_events(rank: int, _: int, overlap: bool, frozen: bool) -> list[str]:
+    """Of both products in two chunks, forward and backward."""
+    chunks = Chunks(2, overlap, TOKENS, dist.group.WORLD)
+    x = torch.ones(TOKENS, HIDDEN).requires_grad_()
+    weights = [torch.ones(shape).requires_grad_(not frozen) for shape in ((3, HIDDEN), (HIDDEN, 3))]
+    finish = Transfer.finish
+    with pytest.MonkeyPatch.context() as patch, Watch() as watch:
+        patch.setattr(Transfer, "finish", lambda transfer: watch.events.append("finish") or finish(transfer))
+        [out] = gather_linear(x, [weights[0]], gathering=Gathering(chunks, True))
+        seen = [watch.take()]
+        home = linear_scatter(out, weights[1], chunks=chunks)
+        seen.append(watch.take())
+        [grad_out, *_] = torch.autograd.grad(home.sum(), [out] if frozen else [out, weights[1]], retain_graph=True)
+        seen.append(watch.take())
+        torch.autograd.grad(out, [x] if frozen else [x, weights[0]], grad_out)
+        return [*seen, watch.take()]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_products_run_while_transfers_are_under_way(frozen: bool) -> None:
+    of_weight = [] if frozen else ["multiply"]
+    expected = [
+        "gather gather finish multiply finish multiply",
+        "multiply scatter multiply scatter finish finish",
+        " ".join(["gather gather finish multiply finish multiply", *of_weight]),
+        # Tokens are gathered again while their gradients are made, and these travel while the weight's is.
+        " ".join(["gather gather multiply scatter multiply scatter finish finish", *of_weight, "finish finish"]),
+    ]
+    assert run_ranks(_order_of_events, 2, True, frozen) == [expected] * 2
+
+
+def test_without_overlap_each_transfer_is_waited_for() -> None:
+    for seen in run_ranks(_order_of_events, 2, False, False):
+        for events in seen:
+            starts = [i for i, event in enumerate(events.split()) if event in ("gather", "scatter")]
+            assert starts
+            assert all(events.split()[i + 1] == "finish" for i in starts)
 
 
 @pytest.mark.parametrize("device", list(LINKS))
@@ -171,12 +217,16 @@ def test_more_chunks_for_more_bytes_and_one_where_more_would_not_pay(device: str
 
 def _wires(rank: int, world_size: int) -> list[Any]:
     x = torch.empty(2048, 512)
+    nobody = Wire(True, None, False, None).chunks(x[:0], dist.group.WORLD)
+    assert nobody.rows(0) == slice(0, 0)
     wires = [Wire(False, None, False, None), Wire(True, None, False, None), Wire(True, 5, False, None)]
     cut = [wire.chunks(x, dist.group.WORLD).num_chunks for wire in wires]
     few = Wire(True, 5, False, None).chunks(x[:3], dist.group.WORLD).num_chunks
     return [*cut, few, Wire(True, 5, False, None).chunks(x, None).num_chunks, one_chunk(9).num_chunks]
 
 
-def test_a_wire_cuts_by_size_or_as_told_and_never_below_a_token() -> None:
-    expected = [1, choose_num_chunks(2048 * 512 * 4, device="cpu"), 5, 3, 1, 1]
-    assert run_ranks(_wires, 2) == [expected] * 2
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_wire_cuts_by_what_is_sent_or_as_told_and_never_below_a_token(world_size: int) -> None:
+    sent_bytes = (world_size - 1) * 2048 * 512 * 4
+    expected = [1, choose_num_chunks(sent_bytes, device="cpu"), 5, 3, 1, 1]
+    assert run_ranks(_wires, world_size) == [expected] * world_size

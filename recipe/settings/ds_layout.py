@@ -149,8 +149,6 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, prec
     sources.notes.append(
         f"{TOTAL_KEY} {batch.total} = micro {batch.micro} x accum {batch.accumulation} x dp {layout.dp}"
     )
-    if search.strategy == "auto" and layout.tp > 1:
-        sources.notes += _strategy_notes(search, layout)
     options = ParallelOptions(
         tp=layout.tp,
         ep=layout.ep,
@@ -159,6 +157,8 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, prec
         wire=settle_wire(sources, block=block, sizes=sizes, layout=layout, strategy=search.strategy),
         experts_backend=backend,
     )
+    if search.strategy == "auto" and layout.tp > 1:
+        sources.notes += _strategy_notes(search, layout, regather=options.wire.regather)
     return Settled(layout, batch, options)
 
 
@@ -285,12 +285,14 @@ def _strategy(sources: Sources, *, block: Mapping[str, Any]) -> str:
     return str(strategy)
 
 
-def _strategy_notes(search: _Search, layout: ParallelLayout) -> Iterator[str]:
+def _strategy_notes(search: _Search, layout: ParallelLayout, *, regather: bool) -> Iterator[str]:
     """What "auto" takes for the shapes of training and evaluation; the layer decides anew for every micro-batch."""
     micro = solve_batch(search.wish, dp=layout.dp).micro
     shapes = dict.fromkeys((micro, search.wish.evaluated or micro))
     for num_tokens in (sequences * search.block_size for sequences in shapes):
-        traffic = MoeTraffic(sizes=search.sizes, layout=layout, num_tokens=num_tokens, element_bytes=2)
+        traffic = MoeTraffic(
+            sizes=search.sizes, layout=layout, num_tokens=num_tokens, element_bytes=2, regather=regather
+        )
         threshold = tokens_where_weights_pay(search.sizes)
         yield (
             f'"parallel.strategy": "auto" takes {choose_strategy(traffic)} for {num_tokens} tokens '

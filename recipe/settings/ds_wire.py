@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from modeling.layout import ModelSizes, ParallelLayout
@@ -30,6 +31,7 @@ def settle_wire(
 ) -> WireOptions:
     """Every "auto" decided and noted, every value that cannot hold a fault."""
     shares = layout.tp > 1
+    dtype = partial(_dtype, sources, block=block, layout=layout, strategy=strategy)
     return WireOptions(
         overlap=_switch(
             sources,
@@ -46,8 +48,8 @@ def settle_wire(
             auto=layout.ep > 1,
             why=f"gathered tokens are {'gathered again in the backward' if layout.ep > 1 else 'kept'}, ep={layout.ep}",
         ),
-        token_dtype=_dtype(sources, block=block, key="token_dtype", choices=TOKEN_DTYPES, strategy=strategy),
-        combine_dtype=_dtype(sources, block=block, key="combine_dtype", choices=COMBINE_DTYPES, strategy=strategy),
+        token_dtype=dtype(key="token_dtype", choices=TOKEN_DTYPES),
+        combine_dtype=dtype(key="combine_dtype", choices=COMBINE_DTYPES),
         resident_experts=_copies(sources, block=block, sizes=sizes, layout=layout, strategy=strategy),
     )
 
@@ -90,12 +92,25 @@ def _copies(
     return max(number, 0)
 
 
-def _dtype(sources: Sources, *, block: Mapping[str, Any], key: str, choices: tuple[str, ...], strategy: str) -> str:
+def _dtype(
+    sources: Sources,
+    *,
+    block: Mapping[str, Any],
+    key: str,
+    choices: tuple[str, ...],
+    layout: ParallelLayout,
+    strategy: str,
+) -> str:
     value = block.get(key, choices[0])
     if value not in choices:
         sources.faults.append(f'"parallel.{key}": {value!r} is not one of {", ".join(choices)}')
         return choices[0]
-    if value != choices[0] and strategy != "gather_tokens":
+    if value != choices[0] and layout.tp == 1:
+        sources.faults.append(
+            f'"parallel.{key}": "{value}" has no effect with tp=1, where nothing travels; use "{choices[0]}" or a '
+            "larger tp"
+        )
+    elif value != choices[0] and strategy != "gather_tokens":
         sources.faults.append(
             f'"parallel.{key}": "{value}" is for strategy "gather_tokens", the only one that gathers tokens and sums '
             f'them, not for "{strategy}"; use "{choices[0]}"'
