@@ -233,9 +233,9 @@ def formula_payload(row: Row, *, problem: Problem, size: int, rank: int) -> floa
         layout=ParallelLayout(tp=size, ep=row.ep),
         num_tokens=problem.num_tokens,
         element_bytes=4,
+        regather=row.regather,
     )
-    again = (size - 1) / size * problem.num_tokens * SIZES["hidden_size"] * 4 if row.regather else 0.0
-    return traffic.wire_bytes(row.strategy).payload + again
+    return traffic.wire_bytes(row.strategy).payload
 
 
 def _deepspeed_payload(problem: Problem, *, size: int, rank: int) -> float:

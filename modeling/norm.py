@@ -1,5 +1,7 @@
 """RMS norm (Zhang and Sennrich, 1910.07467) in float32 at least, over a whole row or over heads split across ranks."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -8,10 +10,33 @@ from .collectives import sum_gradients, sum_over_group, wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """x [..., C] scaled to unit root mean square and by weight [C]; computed wide, returned in x's type."""
-    x_wide = wide(x)
-    scale = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (x_wide * scale * wide(weight)).to(x.dtype)
+    """x [..., C] scaled to unit root mean square and by weight [C]; computed wide, returned in x's type.
+
+    Keeps x and one number per row for the backward, where autograd would keep two wide copies of x.
+    """
+    return _RmsNorm.apply(x, weight, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_wide = wide(x)
+        scale = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x_wide * scale).mul_(wide(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad_wide, unit = wide(grad), wide(x) * scale
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad_wide * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            grad_unit = grad_wide * wide(weight)
+            along = (grad_unit * unit).mean(-1, keepdim=True)
+            grad_x = grad_unit.sub_(unit.mul_(along)).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None
 
 
 class RmsNorm(nn.Module):

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SIZES = Sizes(num_tokens=24, hidden=32, num_heads=4, num_kv_heads=4, head_size=8)
 GROUPED = SIZES._replace(num_heads=8, num_kv_heads=4)
 
@@ -33,6 +35,7 @@ def both_answers(rank: int, world_size: int, name: str, sizes: Sizes) -> tuple[A
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODES)
 def test_outputs_and_all_gradients_are_those_of_one_rank(name: str, size: int) -> None:
@@ -46,6 +49,7 @@ def measured(rank: int, world_size: int, name: str, sizes: Sizes) -> Measured:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "sizes"), [(2, SIZES), (4, GROUPED)])
 @pytest.mark.parametrize("name", MODES)
 def test_counted_bytes_equal_the_formula(name: str, size: int, sizes: Sizes) -> None:

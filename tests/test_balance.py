@@ -151,6 +151,7 @@ def referee_losses(model: Any, config: Any, batch: Batch, case: Case) -> tuple[T
     return loss, torch.stack(layers).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

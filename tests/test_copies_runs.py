@@ -88,6 +88,7 @@ def run_to(folder: Path, flags: Flags) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_without_whole_experts_nothing_is_said_of_ranks(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 2, "ep": 1}) | {"max_steps": 1}
     run_ranks(train_on_ranks, 2, flags)

@@ -24,6 +24,8 @@ from tests.parity import (
 )
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 Loads = list[list[float]]
 
 

@@ -56,6 +56,7 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
     assert captured.err == "gpu_check: torch finds no GPU here, so there is nothing to check\n"
 
 
+@pytest.mark.slow
 def test_all_cases_run_and_are_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_cases, "find_peak", lambda device, *, precision: Peak(1e9, f"{device} in {precision}"))
     rows = gpu_check.run_cases(gpu_cases.cases(bench()), limit_s=60)

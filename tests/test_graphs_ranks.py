@@ -23,6 +23,8 @@ from tests.engine_runs import (
 from tests.parity import Case, full_state, tiny_config
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 TRAINING = Training(num_steps=3, max_grad_norm=0.2, balance_coef=0.02, z_coef=0.01)
 NUM_SEQUENCES = 12
 

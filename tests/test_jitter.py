@@ -148,6 +148,7 @@ def _recomputed_on_ranks(rank: int, world_size: int, ties: bool, ep: int) -> lis
     return [name for name in want if not torch.equal(got[name], want[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ties", [False, True], ids=["routed", "exact ties"])
 @pytest.mark.parametrize("ep", [1, 2])
 def test_r_graph_03_recomputation_under_a_mesh_meets_the_same_jitter(ep: int, ties: bool) -> None:
@@ -209,6 +210,7 @@ def referee_steps(config: GatherMoeConfig, state: Tensors, batches: list[Batch])
     return gradients, {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

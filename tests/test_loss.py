@@ -46,9 +46,7 @@ def plainly(x: Tensor, weight: Tensor, targets: Tensor, *, z_coef: float) -> dic
 def by_chunks(x: Tensor, weight: Tensor, targets: Tensor, *, z_coef: float) -> dict[str, Tensor]:
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     vocabulary = Vocabulary(0, weight.shape[0], None)
-    losses = vocab_parallel_losses(
-        x, weight, targets, vocabulary=vocabulary, chunks=one_chunk(len(x)), z_coef=z_coef
-    )
+    losses = vocab_parallel_losses(x, weight, targets, vocabulary=vocabulary, chunks=one_chunk(len(x)), z_coef=z_coef)
     torch.testing.assert_close(losses.total.detach(), losses.nll + z_coef * losses.z)
     (0.3 * losses.total).backward()
     assert x.grad is not None

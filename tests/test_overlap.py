@@ -48,10 +48,12 @@ def _all_alike(rank: int, _: int, ep: int, options: dict[str, Any]) -> list[str]
     ("ep", "options"),
     [
         (2, {"overlap_chunks": 1}),
-        (2, {"overlap_chunks": 4, "dtype": torch.bfloat16, "combine_dtype": "float32"}),
+        pytest.param(
+            *(2, {"overlap_chunks": 4, "dtype": torch.bfloat16, "combine_dtype": "float32"}), marks=pytest.mark.slow
+        ),
         (1, {"overlap_chunks": 3, "experts_backend": "grouped", "qk_norm": "full"}),
         (1, {"strategy": "gather_weights", "overlap_chunks": 2}),
-        (2, {"strategy": "all_to_all", "overlap_chunks": 2}),
+        pytest.param(*(2, {"strategy": "all_to_all", "overlap_chunks": 2}), marks=pytest.mark.slow),
     ],
     ids=["one chunk", "bf16", "grouped", "gather_weights", "all_to_all"],
 )

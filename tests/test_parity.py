@@ -76,7 +76,7 @@ def to_case(row: dict[str, Any]) -> Case:
 
 FAST = [
     ("mixtral", Case(tp=2, ep=2, stage=2)),
-    ("olmoe", Case(dp=1, tp=4, ep=1, stage=1, checkpointing=True)),
+    pytest.param("olmoe", Case(dp=1, tp=4, ep=1, stage=1, checkpointing=True), marks=pytest.mark.slow),
     ("qwen3_moe", Case(dp=2, tp=2, ep=2, stage=3, accumulation=3)),
 ]
 

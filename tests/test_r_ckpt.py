@@ -210,6 +210,7 @@ def load_and_compare(
     return num_bytes
 
 
+@pytest.mark.slow
 def test_weights_of_another_configuration_are_refused(tmp_path: Path) -> None:
     state, folder = run_export("mixtral", Case(stage=1), tmp_path / "hf"), tmp_path / "hf"
     more_experts, other_size, same = (
@@ -226,6 +227,7 @@ def test_weights_of_another_configuration_are_refused(tmp_path: Path) -> None:
         run_ranks(load_and_compare, 1, same, state, ParallelLayout(), folder)
 
 
+@pytest.mark.slow
 def test_a_stock_type_that_cannot_say_everything_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"'mixtral' cannot express this model .* it is a 'gather_moe'"):
         run_export("gather_moe", Case(), tmp_path / "hf", hf_format="mixtral")

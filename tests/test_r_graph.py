@@ -68,6 +68,7 @@ def losses(folder: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in read_metrics(folder).values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("graphs", "checkpointing"), [(True, False), slow(True, True), slow(False, True)])
 def test_r_graph_01_a_run_saves_the_same_names_and_numbers(tmp_path: Path, graphs: bool, checkpointing: bool) -> None:
     flags = write_long_documents(tmp_path)
@@ -132,6 +133,7 @@ def make_call(config: Any, *, scale: float) -> Call:
     )
 
 
+@pytest.mark.slow
 def test_r_graph_02_a_sparse_block_compiles_without_a_break_for_any_routing() -> None:
     """In bfloat16, for which alone the compiler knows the grouped product, and on one process.
 

@@ -70,6 +70,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CUTS, ids=str)
 def test_r_loss_01_every_target_weighs_the_same_however_the_batch_is_cut(case: Case) -> None:
     config, state, batch = losses_of_two_and_one()
@@ -207,6 +208,7 @@ def test_r_loss_05_a_thousand_micro_batches_do_not_lose_the_sum(stage: int, prec
         assert extremes == pytest.approx([1.0] * len(extremes), abs=1e-3), "0.25 is the sum in bf16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
 def test_r_cfg_05_three_micro_batches_equal_one_big_batch(stage: int) -> None:
     config = tiny_config()

@@ -143,6 +143,7 @@ def _clip_forced_gradients(
     return used_gradients(engine, random_batch(), case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "bf16"), [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)]
 )
@@ -181,6 +182,7 @@ def _resume_numbered_experts(rank: int, world_size: int, config: Any, state: Any
                 assert (weights == expert + 1).all(), (name, expert)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -154,6 +154,7 @@ def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Ca
     return checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_r_moe_10_a_bf16_engine_routes_in_float32(stage: int) -> None:
     config, case = tiny_config(), Case(tp=2, ep=2, stage=stage, bf16=True)

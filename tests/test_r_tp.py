@@ -226,6 +226,7 @@ def test_r_tp_05_heads_that_can_neither_be_split_nor_replicated_stop_the_start()
     assert message in faults_of({"parallel": {"tp": 2}}, world=2, sizes=sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [2, slow(4)])
 def test_r_tp_06_an_odd_vocabulary_matches_one_process(tp: int, tied: bool, tmp_path: Any) -> None:
@@ -298,6 +299,7 @@ def _random_states(rank: int, world_size: int, num_workers: int) -> tuple[Tensor
     return before, torch.get_rng_state(), seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_r_tp_07_random_state_is_equal_in_a_group_and_untouched_by_the_loader(num_workers: int) -> None:
     ranks = run_ranks(_random_states, 4, num_workers)

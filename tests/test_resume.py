@@ -104,6 +104,7 @@ def test_another_set_up_is_refused_with_everything_that_differs(tmp_path: Path) 
         assert f"  - {line}" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_another_tokenizer_on_the_same_text_is_refused(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path)
     run_ranks(train_on_ranks, 1, flags)
@@ -144,6 +145,7 @@ def test_r_ckpt_13_tied_embeddings_resume_bitwise(tmp_path: Path, stage: int) ->
     check_resume(tmp_path, world_size=2, ds_config=ds_config, config_overrides="tie_word_embeddings=true")
 
 
+@pytest.mark.slow
 def test_r_ckpt_03_the_learning_rate_goes_on_after_a_resume(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"save_steps": 4, "max_steps": 9, "warmup_steps": 3}
     flags |= {"lr_scheduler_type": "cosine"}

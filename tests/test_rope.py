@@ -77,6 +77,7 @@ def _under_deepspeed(rank: int, world_size: int, stage: int) -> float:
     return worst_error(engine.ds, forward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_r_len_01_tables_are_exact_under_a_bf16_engine(stage: int) -> None:
     assert max(run_ranks(_under_deepspeed, 2, stage)) < 1e-3

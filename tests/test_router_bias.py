@@ -82,6 +82,7 @@ def _train_biased(
     return history, {buffer.dtype for buffer in engine.model.buffers()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -106,6 +107,7 @@ def test_biases_move_once_per_step_by_the_choices_of_the_whole_batch(case: Case)
             assert torch.equal(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, slow(2), slow(3)])
 def test_biases_stay_in_float32_under_a_bf16_engine(stage: int) -> None:
     """Steps of 1 / 1000, of which bfloat16 would lose most behind the first bits."""
@@ -280,6 +282,7 @@ def _load_on(rank: int, world_size: int, config: GatherMoeConfig, case: Case, fo
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_biases_of_a_folder_or_from_none(tmp_path: Path) -> None:
     config = biased_config()
     run_ranks(_export_biased, 1, config, full_state(config), Case(), tmp_path / "with", torch.float32)

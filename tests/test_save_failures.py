@@ -34,6 +34,7 @@ def train_with_a_full_disk(rank: int, world_size: int, flags: Flags, *, where: s
     return "nothing", ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["/ranks/rank-", "optim_states"])
 def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_alike(tmp_path: Path, where: str) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1}) | {"save_steps": 2}

@@ -25,6 +25,8 @@ from tests.ranks import PRELOAD
 from tests.recording import Operator, Operators
 from tests.test_static_shapes import static_shapes
 
+pytestmark = pytest.mark.slow
+
 WORLD, BATCH, BLOCK, HIDDEN = 1024, 2, 8192, 64
 TOKENS = BATCH * BLOCK
 

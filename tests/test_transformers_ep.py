@@ -19,6 +19,8 @@ from tests.ranks import run_ranks
 from tests.recording import Collective, Operator, Operators
 from tests.test_static_shapes import NoHostReads, StaticOperators
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 3
 KINDS: dict[str, Callable[[], GatherMoeConfig]] = {
     "mixtral": lambda: tiny_config(qk_norm="none"),

@@ -27,6 +27,8 @@ from modeling.triton_products import (
 )
 from tests.engine_runs import slow
 
+pytestmark = pytest.mark.slow
+
 SMALL = Tile(height=16, width=16, depth=16, num_warps=4, num_stages=2)
 OUT, IN = 24, 40  # no multiples of a tile's side
 
@@ -199,6 +201,7 @@ def test_products_match_it_in_float16_too(interpreter: Any) -> None:
     interpreter(check, "rows that nobody owns", torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [check_strides, check_tiles, check_repeats, check_torch_agrees, check_compiles])
 def test_products(interpreter: Any, check: Callable[[], None]) -> None:
     interpreter(check)
@@ -309,6 +312,7 @@ def compile_for(capability: int, dtype: torch.dtype, precision: str) -> dict[str
     return shared_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "dtype", "precision"),
     [
