@@ -190,7 +190,7 @@ def work(folder: Path, *, sizes: Sizes, turns: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="of each rank's link, as tc writes it")
+    parser.add_argument("--rate", default="1gbit", help=cluster.RATE_HELP)
     parser.add_argument("--tokens", type=int, default=Sizes().num_tokens)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)

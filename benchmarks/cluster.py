@@ -26,6 +26,8 @@ PASSING = "gmoe-run"  # prefix, with the process id behind it, of one made by `r
 SUBNET = "10.77.0"
 PORT = "29500"  # inside the first rank's namespace, where nothing else listens
 BURST = "128kb"
+LOOPBACK = "loopback"
+RATE_HELP = "of each rank's link, as tc writes it, or loopback: no cluster (default: 1gbit)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,11 @@ def why_not_here() -> str | None:
 
 @contextmanager
 def cluster_for(num_ranks: int, *, rate: str) -> Iterator[Cluster | None]:
-    """The cluster that is up, or one for as long as the block lasts; None where there can be none."""
+    """The cluster that is up, or one for as long as the block lasts; None where there can be, or shall be, none."""
+    if rate == LOOPBACK:
+        print("running on loopback, as asked: transfers cost CPU time", flush=True)
+        yield None
+        return
     reason = why_not_here()
     if reason is not None:
         print(f"no namespaces here, since {reason}: running on loopback, where transfers cost CPU time", flush=True)
@@ -208,11 +214,13 @@ def _parse(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
     for name in ("up", "run"):
         action = actions.add_parser(name)
         action.add_argument("num_ranks", type=int)
-        action.add_argument("--rate", default="1gbit", help="of each rank's link, as tc writes it (default: 1gbit)")
+        action.add_argument("--rate", default="1gbit", help=RATE_HELP)
     actions.add_parser("down")
     arguments = parser.parse_args(words[: len(words) - len(command) - 1] if command else words)
     if arguments.action == "run" and not command:
         parser.error("give the command after --")
+    if arguments.action == "up" and arguments.rate == LOOPBACK:
+        parser.error("loopback is always up; give a rate, or use `run`")
     if arguments.action != "down" and arguments.num_ranks < 1:
         parser.error(f"{arguments.num_ranks} ranks make no cluster")
     return arguments, command

@@ -76,7 +76,7 @@ Step = Callable[[], float]  # forward, backward and update; the loss over the wh
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="of each rank's link, as tc writes it")
+    parser.add_argument("--rate", default="1gbit", help=cluster.RATE_HELP)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[], help="systems or strategies to run; all if absent")

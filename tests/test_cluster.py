@@ -98,6 +98,14 @@ def test_without_root_the_ranks_run_on_loopback_and_it_is_said(monkeypatch: pyte
     assert "running on loopback" in capsys.readouterr().out  # type: ignore[attr-defined]
 
 
+def test_loopback_can_be_asked_for() -> None:
+    done = cluster("run", "2", "--rate", "loopback", "--", sys.executable, "-c", "import os; print(os.environ['RANK'])")
+    assert done.returncode == 0
+    assert sorted(done.stdout.split()[-2:]) == ["0", "1"]
+    assert "running on loopback, as asked" in done.stdout
+    assert "loopback is always up" in cluster("up", "2", "--rate", "loopback").stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["run", "2"], "give the command after --"), (["up", "0"], "0 ranks make no cluster")],
