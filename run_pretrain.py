@@ -129,6 +129,7 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
 
 def report(results: "TrainResults", loop: "TrainingLoop") -> None:
     """The last lines: how good the model is, against what, and the one line that opens it."""
+    from recipe.checkpoint.hugging_face import opening_code
     from recipe.loop import results_dict
     from recipe.records import write_json
 
@@ -142,10 +143,8 @@ def report(results: "TrainResults", loop: "TrainingLoop") -> None:
         )
     if results.hf_folder is not None:
         print_line("open it with:")
-        print_line(
-            'python -c "from transformers import AutoModelForCausalLM; '
-            f"print(AutoModelForCausalLM.from_pretrained('{results.hf_folder}'))\""
-        )
+        code = f"from transformers import AutoModelForCausalLM; print({opening_code(results.hf_folder)})"
+        print_line(f'python -c "{code}"')
 
 
 def fail(error: Exception, *, rank: int, only_first: bool = False) -> int:

@@ -340,14 +340,16 @@ def global_batch() -> Any:
     return torch.randint(0, MODEL["vocab_size"], (size, NUM_TOKENS // size), generator=generator)
 
 
-def sent_bytes() -> int:
-    """What has left this rank's link so far, protocol headers included."""
+def sent_bytes() -> float:
+    """What has left this rank's link so far, protocol headers included; on loopback, which all share, its share."""
+    import torch.distributed as dist
+
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     # sysfs shows the interfaces of the namespace that mounted it; /proc shows this process's.
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
-            return int(numbers.split()[8])
+            return int(numbers.split()[8]) / (dist.get_world_size() if interface == "lo" else 1)
     return 0
 
 

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from modeling.config import GatherMoeConfig
 from modeling.hf_keys import file_tensors
 from modeling.layout import ParallelLayout
+from recipe.checkpoint.hugging_face import opening_code
 from tests.parity import Case, full_state, mixed_config, referee_model, start_engine, tiny_config
 from tests.ranks import RankError, run_ranks
 from tests.training import train_on_ranks, write_ds_config, write_inputs
@@ -138,6 +139,7 @@ def test_r_ckpt_14_automodel_opens_every_type_in_a_clean_process(name: str, tmp_
     assert kind == architectures.get(name, "GatherMoeForCausalLM")
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [kind]
+    assert opening_code(folder).endswith(", trust_remote_code=True)") == (name == "gather_moe")
     assert (config["model_type"], config["vocab_size"], config["dtype"]) == (name, 51, "float32")
     assert {"tokenizer_config.json", "generation_config.json"} <= {path.name for path in folder.iterdir()}
 

@@ -1,5 +1,6 @@
 """The hf/ folder of a checkpoint: configuration, weights, tokenizer, ready for AutoModel."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,13 @@ class ExportOptions(NamedTuple):
 
     hf_format: str
     dtype: torch.dtype
+
+
+def opening_code(folder: Path) -> str:
+    """The Python expression that opens an exported folder from anywhere; a native one brings its code along."""
+    brings_code = "auto_map" in json.loads((folder / "config.json").read_text())
+    trust = ", trust_remote_code=True" if brings_code else ""
+    return f"AutoModelForCausalLM.from_pretrained('{folder}'{trust})"
 
 
 def export_hugging_face(engine: Engine, folder: Path, *, tokenizer: Any, options: ExportOptions, ranks: Ranks) -> str:
