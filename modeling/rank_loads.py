@@ -27,8 +27,9 @@ def rank_loads(
     counts_LE: Tensor, *, layers: Iterable[nn.Module], config: GatherMoeConfig, num_tokens: int
 ) -> RankLoads:
     """From the choices of each expert [L_moe, E] in a call of `num_tokens` (padding included) in training."""
-    experts = [m for layer in layers for m in layer.modules() if isinstance(m, GatherMoeExperts)]
-    none, num_ranks = counts_LE.new_zeros(0), config.num_experts // experts[0].num_local
+    experts = (m for layer in layers for m in layer.modules() if isinstance(m, GatherMoeExperts))
+    first = next(experts)  # every call comes here: without copies it need not walk through the whole model
+    none, num_ranks = counts_LE.new_zeros(0), config.num_experts // first.num_local
     if num_ranks == 1:
         return RankLoads(none, none)
     rows_LE = counts_LE.long()
@@ -40,9 +41,10 @@ def rank_loads(
             factor=config.capacity_factor,
         )
         rows_LE = rows_LE.clamp(max=capacity)
-    copies_LPC = torch.stack([layer.copies_PC(counts_LE.device) for layer in experts])
-    slowest_L = num_ranks * largest_loads(rows_LE, copies_LPC=copies_LPC)
     if not config.resident_experts:
-        return RankLoads(slowest_L, none)
+        no_copies = rows_LE.new_zeros(len(rows_LE), num_ranks, 0)
+        return RankLoads(num_ranks * largest_loads(rows_LE, copies_LPC=no_copies), none)
+    copies_LPC = torch.stack([layer.copies_PC(counts_LE.device) for layer in (first, *experts)])
+    slowest_L = num_ranks * largest_loads(rows_LE, copies_LPC=copies_LPC)
     bound_L = num_ranks * least_loads(rows_LE, num_ranks=num_ranks, num_copies=config.resident_experts)
     return RankLoads(slowest_L, bound_L)

@@ -121,8 +121,13 @@ def share_rows(counts_E: Tensor, copies_PC: Tensor) -> RowShares:
 
 
 def largest_loads(counts_LE: Tensor, *, copies_LPC: Tensor) -> Tensor:
-    """Rows of the busiest rank of each layer, int64 [L], for counts of rows [L, E]: what `choose_holders` reaches."""
-    num_layers, num_ranks, _ = copies_LPC.shape
+    """Rows of the busiest rank of each layer, int64 [L], for counts of rows [L, E]: what `choose_holders` reaches.
+
+    Any number of ranks where there are no slots: then each does its own experts' rows, and no set has to be looked at.
+    """
+    num_layers, num_ranks, num_copies = copies_LPC.shape
+    if not num_copies:
+        return counts_LE.unflatten(1, (num_ranks, -1)).sum(-1).amax(-1)
     sets_S, size_S = _rank_sets(num_ranks, device=counts_LE.device)
     held_LES = _held_inside(_holder_bits(copies_LPC, num_experts=counts_LE.shape[1]), sets_S)
     demand_LS = torch.where(held_LES, counts_LE[..., None], 0).sum(1)

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 
 def loads_of(counts: torch.Tensor, *, ep: int, num_tokens: int = 100, **options: Any) -> RankLoads:
-    config = tiny_config(num_experts=8, **options)
+    config = tiny_config(num_experts=counts.shape[1], **options)
     mesh = ParallelMesh(layout=ParallelLayout(tp=ep, ep=ep), rank=0, tp_group=None, dp_group=None, kv_group=None)
     layers = [nn.ModuleList([GatherMoeExperts(config, mesh=mesh)]) for _ in counts]
     return rank_loads(counts, layers=layers, config=config, num_tokens=num_tokens)
@@ -29,6 +29,11 @@ def test_without_copies_the_busiest_rank_has_all_rows_of_its_experts() -> None:
     assert got.slowest_L.tolist() == [4 * 60, 4 * 7]
     assert not got.bound_L.numel()
     assert loads_of(counts, ep=2).slowest_L.tolist() == [2 * 70, 2 * 7]
+
+
+def test_without_copies_any_number_of_ranks_can_share_the_experts() -> None:
+    """Sets of 64 ranks are too many to look at, and need not be."""
+    assert loads_of(torch.arange(128.0)[None], ep=64).slowest_L.tolist() == [64 * (126 + 127)]
 
 
 def test_a_capacity_drops_rows_before_ranks_have_them() -> None:
