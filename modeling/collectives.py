@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .cost import ID_BYTES
 from .transfers import RowSplits, Transfer, all_gather_rows, all_to_all_rows, reduce_scatter_rows, start_gather
-
-ID_BYTES = 2  # an expert's number on the wire
 
 
 def gather_tokens(x_tD: Tensor, group: ProcessGroup | None) -> Tensor:

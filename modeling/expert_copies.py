@@ -120,13 +120,9 @@ def copy_traffic(copies: Sequence[Sequence[int]], *, num_local: int, mesh: Paral
     for rank in others:
         lent_to[rank] = [expert - here * num_local for expert in copies[rank] if expert // num_local == here]
         filled_from[rank] = [slot for slot, expert in enumerate(copies[here]) if expert // num_local == rank]
-    # Of a share's ranks, one for each slice, the one with this rank's slice.
-    etp = mesh.layout.etp
-    twins = {rank: rank // etp for rank in range(mesh.layout.tp) if rank % etp == mesh.group_rank % etp}
-    send, receive = (
-        [len(by_share[twins[rank]]) if rank in twins else 0 for rank in range(mesh.layout.tp)]
-        for by_share in (lent_to, filled_from)
-    )
+    send, receive = [0] * mesh.layout.tp, [0] * mesh.layout.tp
+    for share, peer in enumerate(mesh.expert_peers):
+        send[peer], receive[peer] = len(lent_to[share]), len(filled_from[share])
     lent, filled = ([n for rank in others for n in by_share[rank]] for by_share in (lent_to, filled_from))
     return CopyTraffic(lent, filled, RowSplits(send, receive))
 

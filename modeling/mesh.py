@@ -42,6 +42,12 @@ class ParallelMesh:
         return self.group_rank // self.layout.etp
 
     @property
+    def expert_peers(self) -> list[int]:
+        """For every share of the experts the rank of the group that holds this rank's slice of them."""
+        etp = self.layout.etp
+        return list(range(self.group_rank % etp, self.layout.tp, etp))
+
+    @property
     def dp_ranks(self) -> list[int]:
         """Global ranks of the data-parallel group."""
         return [dp * self.layout.tp + self.group_rank for dp in range(self.layout.dp)]

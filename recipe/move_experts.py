@@ -53,17 +53,15 @@ def exchange_experts(x: Tensor, numbers: Numbers, *, mesh: ParallelMesh) -> Tens
 
     Rows go out by the rank they belong to and their new number, and come in by the rank they were on and that number.
     """
-    here, num_local, etp = mesh.ep_rank, x.shape[0], mesh.layout.etp
+    here, num_local, peers = mesh.ep_rank, x.shape[0], mesh.expert_peers
     old_of = sorted(range(len(numbers)), key=lambda old: numbers[old])  # by new number
     leaving = [old for old in old_of if old // num_local == here]
     arriving = sorted(old_of[here * num_local :][:num_local], key=lambda old: old // num_local)
-    # By share of experts, the rank with this rank's slice.
-    twins = [rank for rank in range(mesh.layout.tp) if rank % etp == mesh.group_rank % etp]
     send, receive = [0] * mesh.layout.tp, [0] * mesh.layout.tp
     for old in leaving:
-        send[twins[numbers[old] // num_local]] += 1
+        send[peers[numbers[old] // num_local]] += 1
     for old in arriving:
-        receive[twins[old // num_local]] += 1
+        receive[peers[old // num_local]] += 1
     assert mesh.group is not None
     rows = all_to_all_rows(x[[old % num_local for old in leaving]], RowSplits(send, receive), mesh.group)
     out = torch.empty_like(x)
