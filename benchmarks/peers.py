@@ -214,17 +214,7 @@ def start_ours(folder: Path, row: Row, dtype: Any) -> Step:
     model = build_model(config, mesh=mesh, seed=0, dtype=dtype)
     load_weights(model, config=config, mesh=mesh, folder=folder)
     ids = global_batch()
-    starts = tuple((0,) for _ in range(len(ids)))
-
-    update = plain_adamw(model)
-
-    def step() -> float:
-        loss = model(input_ids=ids, labels=ids, document_starts=starts).loss
-        loss.backward()
-        update()
-        return loss.item()
-
-    return step
+    return plain_step(model, input_ids=ids, labels=ids, document_starts=tuple((0,) for _ in range(len(ids))))
 
 
 def start_transformers(folder: Path, row: Row, dtype: Any) -> Step:
@@ -237,16 +227,7 @@ def start_transformers(folder: Path, row: Row, dtype: Any) -> Step:
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes), dtype=dtype)
     model.train()
     ids = global_batch()
-
-    update = plain_adamw(model)
-
-    def step() -> float:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        update()
-        return loss.item()
-
-    return step
+    return plain_step(model, input_ids=ids, labels=ids, use_cache=False)
 
 
 def start_deepspeed(folder: Path, row: Row, dtype: Any) -> Step:
@@ -307,8 +288,8 @@ STARTERS: dict[str, Callable[[Path, Row, Any], Step]] = {
 }
 
 
-def plain_adamw(model: Any) -> Callable[[], None]:
-    """A step of AdamW on this rank's shards, as fast as it goes, that leaves every weight and so the loss as it is."""
+def plain_step(model: Any, **inputs: Any) -> Step:
+    """Forward, backward, and AdamW on this rank's shards as fast as it goes, which leaves every weight as it is."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -320,12 +301,15 @@ def plain_adamw(model: Any) -> Callable[[], None]:
     shards = [torch.nn.Parameter(local(p.detach(), p)) for p in parameters]
     optimizer = torch.optim.AdamW(shards, lr=0.0, fused=True)
 
-    def step() -> None:
+    def step() -> float:
+        loss = model(**inputs).loss
+        loss.backward()
         for shard, parameter in zip(shards, parameters, strict=True):
             shard.grad = local(parameter.grad, parameter)
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
+        return loss.item()
 
     return step
 

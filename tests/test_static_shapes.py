@@ -123,6 +123,19 @@ def test_the_mode_lets_static_operators_through() -> None:
         x.masked_fill_(x > 2, 0.0)
 
 
+def plain_inputs(config: Any, *, block_size: int, dtype: torch.dtype) -> AttentionInputs:
+    """Of sequences that are one document each."""
+    return AttentionInputs(
+        rotary=rotary_tables(config, torch.arange(block_size)[None], dtype=dtype),
+        mask=None,
+        documents=None,
+        function=ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention),
+        implementation="sdpa",
+        cache=None,
+        options={},
+    )
+
+
 def _block(rank: int, _: int, ep: int, options: dict[str, Any], mode: bool) -> tuple[list[Tensor], str]:
     """Forward and backward of a sparse block on this rank, under the mode or without it."""
     config = mixed_config(num_experts=4, num_experts_per_tok=2, mlp_only_layers=[], **options)
@@ -131,15 +144,7 @@ def _block(rank: int, _: int, ep: int, options: dict[str, Any], mode: bool) -> t
     block = model.model.layers[1]
     num_tokens = BATCH * BLOCK // 2
     tokens = rank * num_tokens + torch.arange(num_tokens)
-    inputs = AttentionInputs(
-        rotary=rotary_tables(config, torch.arange(BLOCK)[None], dtype=torch.float32),
-        mask=None,
-        documents=None,
-        function=ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention),
-        implementation="sdpa",
-        cache=None,
-        options={},
-    )
+    inputs = plain_inputs(config, block_size=BLOCK, dtype=torch.float32)
     noise_t = token_counters(tokens, origin=NoiseOrigin(1, 0), layer_idx=1) if config.router_jitter_noise else None
     place = TokenPlace(BATCH, BLOCK, tokens // BLOCK, torch.arange(num_tokens) > 1, noise_t)
     x = torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()

@@ -10,20 +10,17 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling.attention import AttentionInputs, eager_attention
 from modeling.config import GatherMoeConfig
 from modeling.cost import MoeTraffic
 from modeling.decoder import GatherMoeDecoderLayer, TokenPlace
 from modeling.init import shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
-from modeling.rope import rotary_tables
 from tests.parity import mixed_config
 from tests.ranks import PRELOAD
 from tests.recording import Operator, Operators
-from tests.test_static_shapes import static_shapes
+from tests.test_static_shapes import plain_inputs, static_shapes
 
 pytestmark = pytest.mark.slow
 
@@ -101,15 +98,7 @@ def _trace(case: Case, config: GatherMoeConfig) -> Trace:
         x = torch.randn(num_tokens, HIDDEN, requires_grad=True)
         tokens = mesh.group_rank * num_tokens + torch.arange(num_tokens)
         place = TokenPlace(BATCH, BLOCK, tokens // BLOCK, torch.ones(num_tokens, dtype=torch.bool))
-        inputs = AttentionInputs(
-            rotary=rotary_tables(config, torch.arange(BLOCK)[None], dtype=torch.bfloat16),
-            mask=None,
-            documents=None,
-            function=ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention),
-            implementation="sdpa",
-            cache=None,
-            options={},
-        )
+        inputs = plain_inputs(config, block_size=BLOCK, dtype=torch.bfloat16)
         with static_shapes(), Operators() as seen:
             out, *statistics = block(x, inputs=inputs, place=place)
             torch.stack([y.float().square().sum() for y in (out, *statistics) if y.requires_grad]).sum().backward()
