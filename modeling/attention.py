@@ -12,7 +12,7 @@ from .config import GatherMoeConfig
 from .gathered_linear import gather_linear, linear_scatter
 from .linear import Linear, plain_weight
 from .mesh import ParallelMesh
-from .norm import RmsNorm, SplitNorm, rms_norm, split_rms_norms
+from .norm import RmsNorm, SplitNorm, split_rms_norms
 from .rope import RotaryTables, rotate
 from .wire import wire_of
 
@@ -200,9 +200,8 @@ class GatherMoeAttention(nn.Module):
             q, k = self._normalise_full_width(q, k)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         if self.config.qk_norm == "head":
-            eps = self.config.rms_norm_eps
-            weights = qk_norm or QkNormWeights(*self.qk_norm_weights())
-            q, k = rms_norm(q, weights.q, eps=eps), rms_norm(k, weights.k, eps=eps)
+            weights = qk_norm or (None, None)
+            q, k = self.q_norm(q, weight=weights[0]), self.k_norm(k, weight=weights[1])
         if self.config.clip_qkv is not None:
             q, k, v = (part.clamp(-self.config.clip_qkv, self.config.clip_qkv) for part in (q, k, v))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -29,6 +29,15 @@ class TokenPlace(NamedTuple):
     noise_t: Tensor | None = None
 
 
+class _SharedWeights(NamedTuple):
+    """What every rank holds, with the sums of the gradients arranged; None: the module's own."""
+
+    norm_in: Tensor | None = None
+    norm_post: Tensor | None = None
+    qk_norm: QkNormWeights | None = None
+    router: Tensor | None = None
+
+
 class GatherMoeDecoderLayer(GradientCheckpointingLayer):
     """Attention and feed-forward with their norms; under a mesh each gathers the tokens and scatters the sums."""
 
@@ -54,15 +63,16 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
         One flat tuple, of one element without a router: reentrant checkpointing drops the gradients of nested tensors.
         """
         shape = hidden_states.shape
-        norm_in, norm_post, *rest = self._shared_weights()
-        qk_norm = QkNormWeights(*rest[:2]) if self.config.qk_norm == "head" else None
-        normed = self.input_layernorm(hidden_states, weight=norm_in)
-        attended, _ = self.self_attn(normed, inputs, qk_norm, num_sequences=place.num_sequences)
+        shared = self._shared_weights()
+        normed = self.input_layernorm(hidden_states, weight=shared.norm_in)
+        attended, _ = self.self_attn(normed, inputs, shared.qk_norm, num_sequences=place.num_sequences)
         x = hidden_states + attended
-        normed = self.post_attention_layernorm(x, weight=norm_post).view(-1, shape[-1])
+        normed = self.post_attention_layernorm(x, weight=shared.norm_post).view(-1, shape[-1])
         if isinstance(self.mlp, GatherMoeMlp):
             return (x + self.mlp(normed).view(shape),)
-        out, routing = self.mlp(normed, router_weight=rest[-1], token_mask_t=place.token_mask_t, noise_t=place.noise_t)
+        out, routing = self.mlp(
+            normed, router_weight=shared.router, token_mask_t=place.token_mask_t, noise_t=place.noise_t
+        )
         statistics = router_statistics(
             routing,
             sequence_of_token_t=place.sequence_of_token_t,
@@ -71,11 +81,16 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
         )
         return (x + out.view(shape), *statistics)
 
-    def _shared_weights(self) -> list[Tensor]:
-        """The weights every rank holds, their gradients summed in one all-reduce: norms, q and k norms, router."""
-        weights: list[Tensor] = [self.input_layernorm.weight, self.post_attention_layernorm.weight]
-        if self.config.qk_norm == "head":
-            weights += self.self_attn.qk_norm_weights()
-        if isinstance(self.mlp, GatherMoeSparseBlock):
-            weights.append(self.mlp.gate.weight)
-        return sum_gradients(weights, self.mesh.group)
+    def _shared_weights(self) -> _SharedWeights:
+        """Norms, q and k norms and the router's weight, their gradients summed in one all-reduce.
+
+        On one process there is nothing to sum, and each module is asked, so that an adapter around it has its say.
+        """
+        if self.mesh.group is None:
+            return _SharedWeights()
+        qk_norms = self.self_attn.qk_norm_weights() if self.config.qk_norm == "head" else []
+        routers = [self.mlp.gate.weight] if isinstance(self.mlp, GatherMoeSparseBlock) else []
+        norms: list[Tensor] = [self.input_layernorm.weight, self.post_attention_layernorm.weight]
+        norm_in, norm_post, *rest = sum_gradients([*norms, *qk_norms, *routers], self.mesh.group)
+        qk_norm = QkNormWeights(*rest[:2]) if qk_norms else None
+        return _SharedWeights(norm_in, norm_post, qk_norm, rest[-1] if routers else None)

@@ -44,15 +44,9 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def full_shapes(model: nn.Module, *, config: GatherMoeConfig, table: ShardTable) -> dict[str, tuple[int, ...]]:
     """The whole shape of every stored tensor, by name, from the local ones and the table."""
-    shapes = {}
-    for name, parameter in stored_tensors(model).items():
-        # ZeRO-3 leaves an empty tensor behind and keeps the shape beside it.
-        shape = list(getattr(parameter, "ds_shape", parameter.shape))
-        for split in table.rule(name).splits:
-            _, parts = table.part(split.over, 0)
-            shape[split.dim] = config.vocab_size if split.padded else shape[split.dim] * parts
-        shapes[name] = tuple(shape)
-    return shapes
+    # ZeRO-3 leaves an empty tensor behind and keeps the shape beside it.
+    local = {name: tuple(getattr(x, "ds_shape", x.shape)) for name, x in stored_tensors(model).items()}
+    return {name: table.full_shape(name, shape, vocab_size=config.vocab_size) for name, shape in local.items()}
 
 
 def fill_normal(local: Tensor, *, name: str, shard: Shard, seed: int, std: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -56,6 +57,21 @@ def vocab_parallel_losses(
     x_tD, weight_vD = autocast_inputs(x_tD, weight_vD)
     targets_T = chunks.to_chunk_order(targets_T)
     return TokenLosses(*_VocabParallelLosses.apply(x_tD, weight_vD, targets_T, vocabulary, chunks, z_coef))
+
+
+def losses_of_logits(logits: Tensor, targets: Tensor, *, z_coef: float) -> tuple[Tensor, Tensor]:
+    """The sum that is differentiated and the sum of negative log-likelihoods, from one process's logits [B, S, V]."""
+    exact = wide(logits).flatten(0, 1)
+    nll = F.cross_entropy(exact, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    if not z_coef:
+        return nll, nll
+    squares = exact.logsumexp(-1).square()
+    return nll + z_coef * squares.masked_fill(targets.flatten() == IGNORED, 0.0).sum(), nll
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Labels [B, S] moved to the position before them, where they are predicted; the last has no target."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 class _VocabParallelLosses(torch.autograd.Function):

@@ -7,7 +7,6 @@ with its loader, so that code which travels with a checkpoint needs nothing else
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers import initialization as hf_init
@@ -16,6 +15,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -29,7 +29,7 @@ from .attention import (
     eager_attention,
     find_documents,
 )
-from .balance import auxiliary_losses, counts_so_far, total_statistics
+from .auxiliary import TargetCounts, add_auxiliary_losses
 from .collectives import scatter_tokens
 from .config import GatherMoeConfig
 from .decoder import GatherMoeDecoderLayer
@@ -37,13 +37,12 @@ from .embedding import VocabularyEmbedding, VocabularyHead
 from .experts import GatherMoeExperts
 from .hf_keys import expert_weight_conversions
 from .layout import LayoutRequest, check_layout
-from .loss import IGNORED
+from .loss import IGNORED, losses_of_logits, shifted
 from .mesh import ParallelMesh, one_rank_mesh
 from .noise import NoiseOrigin
-from .norm import RmsNorm
+from .norm import RmsNorm, SplitNorm
 from .outputs import BatchCounts, GatherMoeCausalLMOutput, GatherMoeModelOutput, TokenSums
 from .places import layer_places, noisy_places
-from .rank_loads import rank_loads
 from .rope import rotary_tables
 from .router import GatherMoeRouter, RouterStatistics
 from .wire import wire_of
@@ -63,8 +62,6 @@ class GatherMoePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    # DeepSpeed reads this name, too: its ZeRO-3 would otherwise make a low-precision tensor of what is made here.
-    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
         "router_logits": OutputRecorder(GatherMoeRouter, index=0),
         "hidden_states": OutputRecorder(GatherMoeDecoderLayer, index=0),
@@ -81,6 +78,8 @@ class GatherMoePreTrainedModel(PreTrainedModel):
             hf_init.normal_(module.weight, mean=0.0, std=std)
             if module.e_score_correction_bias is not None:
                 hf_init.zeros_(module.e_score_correction_bias)
+        elif isinstance(module, (RmsNorm, SplitNorm)):
+            hf_init.ones_(module.weight)
 
     mesh: ParallelMesh
 
@@ -132,10 +131,14 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         )
         self.norm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps, group=self.mesh.group)
         self.gradient_checkpointing = False
+        if config.router_bias:
+            # DeepSpeed reads this name, too: its ZeRO-3 would make a low-precision tensor of the buffer otherwise.
+            self._keep_in_fp32_modules_strict = {"e_score_correction_bias"}
         self.post_init()
 
     @merge_with_config_defaults
     @capture_outputs
+    @deprecate_kwarg("past_key_values", "6.0.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -171,9 +174,10 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         places = layer_places(inputs_embeds, attention_mask, config=self.config, mesh=self.mesh)
         if self.training and self.config.router_jitter_noise:
             places = noisy_places(places, inputs_embeds, config=self.config, mesh=self.mesh, origin=noise)
-        x = inputs_embeds
-        if self.mesh.group is not None:
-            x = scatter_tokens(x.flatten(0, 1), self.mesh.group)
+        x = inputs_embeds if self.mesh.group is None else scatter_tokens(inputs_embeds.flatten(0, 1), self.mesh.group)
+        if torch.is_grad_enabled() and not x.requires_grad and any(p.requires_grad for p in self.layers.parameters()):
+            # Reentrant checkpointing and ZeRO-3 follow a block's backward by its input, frozen embeddings or not.
+            x = x.detach().requires_grad_()
         statistics = []
         for layer, place in zip(self.layers, places, strict=True):
             x, *router_sums = layer(x, inputs=inputs, place=place)
@@ -246,6 +250,7 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         self.lm_head.weight, self.lm_head.out_features = new_embeddings.weight, new_embeddings.weight.shape[0]
 
     @can_return_tuple
+    @deprecate_kwarg("past_key_values", "6.0.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -299,8 +304,8 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
         )
-        if labels is not None or shift_labels is not None:
-            targets = shift_labels if shift_labels is not None else _shift(labels)
+        targets = shift_labels if shift_labels is not None or labels is None else shifted(labels)
+        if targets is not None:
             counts = BatchCounts(num_items_in_batch, num_tokens_in_batch, earlier_choices)
             self._add_losses(result, hidden, outputs.router_statistics, targets, counts)
         return result
@@ -316,45 +321,24 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         """Fill in the losses, each a sum over this group's tokens divided by a count over the whole batch."""
         config, num_targets = self.config, (targets != IGNORED).sum()
         num_items = num_targets if counts.items is None else torch.as_tensor(counts.items, device=targets.device)
-        items = num_items.clamp(min=1)
         if result.logits is not None and result.logits.shape[:2] == targets.shape:
-            total, nll = _losses_of_logits(result.logits, targets, z_coef=config.logits_z_loss_coef)
+            total, nll = losses_of_logits(result.logits, targets, z_coef=config.logits_z_loss_coef)
         else:
             chunks = wire_of(config).chunks(hidden.flatten(0, -2), self.mesh.group)
             total, nll, _ = self.lm_head(hidden, targets=targets, z_coef=config.logits_z_loss_coef, chunks=chunks)
+        items = num_items.clamp(min=1)
         result.loss, result.lm_loss = total / items, nll.detach() / items
-        none = nll.new_zeros(0)
-        result.sums = TokenSums(nll.detach(), *[none] * 7)
-        if not router_statistics or not self.training:
-            return
-        statistics = total_statistics(router_statistics, self.mesh.group)
-        expert_counts = torch.stack([layer.counts_BE.sum(0) for layer in statistics])
-        if config.balance_scope == "global_batch":
-            result.choices = counts_so_far(expert_counts, earlier_LE=counts.earlier_choices, mesh=self.mesh)
-        auxiliary = auxiliary_losses(
-            statistics,
-            num_active=config.num_experts_per_tok,
-            scope=config.balance_scope,
-            batch_counts_LE=result.choices,
-        )
-        if counts.tokens is None:
-            # A batch that is cut in several calls: this call's share of the targets stands for its share of tokens.
-            tokens = expert_counts[0].sum() / config.num_experts_per_tok * items / num_targets.clamp(min=1)
-        else:
-            tokens = torch.as_tensor(counts.tokens, device=targets.device)
-        # A batch without any target teaches nothing, the router included.
-        share = (num_items > 0) / tokens.clamp(min=1)
-        balance, z = auxiliary.balance_L.mean() * share, auxiliary.z_L.mean() * share
-        if config.router_aux_loss_coef:
-            result.loss = result.loss + config.router_aux_loss_coef * balance
-        if config.router_z_loss_coef:
-            result.loss = result.loss + config.router_z_loss_coef * z
-        result.aux_loss, result.z_loss = balance.detach(), z.detach()
-        entropy = torch.stack([layer.entropy_B.sum() for layer in statistics])
-        dropped = none if config.capacity_factor is None else torch.stack([s.dropped_B.sum() for s in statistics])
-        loads = rank_loads(expert_counts, layers=self.model.layers, config=config, num_tokens=targets.numel())
-        sums = (auxiliary.balance_L.detach(), auxiliary.z_L.detach(), entropy, expert_counts, dropped)
-        result.sums = TokenSums(nll.detach(), *sums, *loads)
+        result.sums = TokenSums(nll.detach(), *[nll.new_zeros(0)] * 7)
+        if router_statistics and self.training:
+            add_auxiliary_losses(
+                result,
+                statistics=router_statistics,
+                targets=TargetCounts(num_targets, num_items, targets.numel()),
+                counts=counts,
+                layers=self.model.layers,
+                config=config,
+                mesh=self.mesh,
+            )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' generate, for a model that lives on one process."""
@@ -375,21 +359,6 @@ def _check_mesh_call(model: GatherMoeModel, input_ids: Tensor | None, cache: Cac
             f"{input_ids.shape[0]} sequences of {input_ids.shape[1]} tokens cannot be shared by tp={tp} ranks; "
             f"their product must be a multiple of {tp}"
         )
-
-
-def _shift(labels: Tensor | None) -> Tensor:
-    assert labels is not None
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-
-
-def _losses_of_logits(logits: Tensor, targets: Tensor, *, z_coef: float) -> tuple[Tensor, Tensor]:
-    """The sum that is differentiated and the sum of negative log-likelihoods, from whole logits [B, S, V]."""
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-    nll = F.cross_entropy(exact, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    if not z_coef:
-        return nll, nll
-    squares = exact.logsumexp(-1).square()
-    return nll + z_coef * squares.masked_fill(targets.flatten() == IGNORED, 0.0).sum(), nll
 
 
 AutoConfig.register("gather_moe", GatherMoeConfig, exist_ok=True)

@@ -118,6 +118,14 @@ class ShardTable(NamedTuple):
             is_replicated=not rule.splits,
         )
 
+    def full_shape(self, name: str, local_shape: tuple[int, ...], *, vocab_size: int) -> tuple[int, ...]:
+        """The whole shape, without padding, of the parameter of which every rank's shard has `local_shape`."""
+        shape = list(local_shape)
+        for split in self.rule(name).splits:
+            _, parts = self.part(split.over, 0)
+            shape[split.dim] = vocab_size if split.padded else shape[split.dim] * parts
+        return tuple(shape)
+
     def part(self, over: str, group_rank: int) -> tuple[int, int]:
         """Which part of how many a rank holds. Ranks are numbered ep-major: group_rank = ep_rank * etp + etp_rank."""
         layout = self.layout

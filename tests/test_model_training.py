@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from modeling import model as model_module
+from modeling import auxiliary as auxiliary_module
 from modeling.model import GatherMoeForCausalLM
 from tests.parity import full_state, mixed_config, referee_model, tiny_config
 
@@ -106,14 +106,14 @@ def test_r_loss_09_a_coefficient_of_zero_changes_nothing_bitwise(monkeypatch: py
     ids, labels = ids_and_labels()
     results = []
     for poison in (0.0, torch.nan):
-        original = model_module.auxiliary_losses
+        original = auxiliary_module.auxiliary_losses
 
         def poisoned(*args: Any, poison: float = poison, original: Any = original, **options: Any) -> Any:
             losses = original(*args, **options)
             return losses._replace(balance_L=losses.balance_L + poison, z_L=losses.z_L + poison)
 
         with monkeypatch.context() as patch:
-            patch.setattr(model_module, "auxiliary_losses", poisoned)
+            patch.setattr(auxiliary_module, "auxiliary_losses", poisoned)
             model = model_of(tiny_config(router_z_loss_coef=0.0, router_aux_loss_coef=0.0, logits_z_loss_coef=0.0))
             out = model(input_ids=ids, labels=labels)
         out.loss.backward()
