@@ -1,9 +1,11 @@
 """Packing keeps every token and every boundary; the held-out part is disjoint from the training part."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
-from recipe.data.batches import evaluation_batches
+from recipe.data.batches import evaluation_batches, stack_blocks
 from recipe.data.holdout import all_documents, hold_out
 from recipe.data.packing import IGNORED, PackedBlocks
 from tests.data_samples import all_tokens, numbered_blocks
@@ -56,6 +58,45 @@ def test_packing_equals_plain_concatenation_for_random_parts() -> None:
     for index in range(len(blocks)):
         inside = {start - index * 7 for start in starts if index * 7 < start < (index + 1) * 7}
         assert blocks[index].document_starts == tuple(sorted({0} | inside))
+
+
+def test_whole_documents_for_random_lengths() -> None:
+    generator = np.random.default_rng(1)
+    ends = np.cumsum(generator.integers(1, 30, 200))
+    blocks = PackedBlocks(np.arange(ends[-1]) + 1, stretches=all_documents(ends), block_size=16, whole=True)
+    rows = [blocks[index] for index in range(len(blocks))]
+    assert [token for row in rows for token in row.input_ids[: row.num_tokens].tolist()] == list(range(1, ends[-1] + 1))
+    for row in rows:
+        assert (row.input_ids[row.num_tokens :] == 0).all()
+        assert (row.labels[row.num_tokens :] == IGNORED).all()
+        assert row.num_tokens in (16, row.document_starts[-1])
+    assert len(blocks) * 16 == blocks.num_tokens + blocks.num_padding_tokens
+    in_blocks = [set(row.input_ids[: row.num_tokens].tolist()) for row in rows]
+    for start, end in zip(all_documents(ends).starts + 1, ends + 1, strict=True):
+        num_blocks = sum(not tokens.isdisjoint(range(start, end)) for tokens in in_blocks)
+        assert num_blocks == -(-(end - start) // 16)
+    # A document starts a new block only where it does not fit in what is left.
+    for row, following in pairwise(rows):
+        if row.num_tokens < 16:
+            first_length = [*following.document_starts, 16][1]
+            assert row.num_tokens + first_length > 16
+    for limit in (1, 7, len(blocks)):
+        first = blocks.first(limit)
+        assert len(first) == limit
+        for index in range(limit):
+            assert [part.tolist() for part in first[index][:2]] == [part.tolist() for part in rows[index][:2]]
+
+
+def test_padding_inside_sequences_is_masked_and_not_counted() -> None:
+    ends = np.cumsum([5, 6, 8])
+    blocks = PackedBlocks(np.arange(19), stretches=all_documents(ends), block_size=8, whole=True)
+    (batch,) = evaluation_batches(blocks, num_sequences=4, dp=1, dp_rank=0)
+    assert batch.token_mask is not None
+    assert batch.token_mask.sum(dim=1).tolist() == [5, 6, 8, 0]
+    assert batch.token_mask[0].tolist() == [True] * 5 + [False] * 3
+    assert (batch.num_tokens, batch.squared_lengths, batch.num_targets) == (19, 25 + 36 + 64, 4 + 5 + 7)
+    full = stack_blocks([blocks[2]], positions=[2], num_sequences=1, block_size=8)
+    assert (full.token_mask, full.num_tokens, full.squared_lengths) == (None, 8, 64)
 
 
 def test_held_out_documents_are_spread_and_disjoint() -> None:

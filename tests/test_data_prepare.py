@@ -52,7 +52,7 @@ def test_r_data_08_documents_without_text_are_skipped_and_counted(tmp_path: Path
     said: list[str] = []
     data = prepare(tmp_path, train_file=str(path), validation_split_percentage=0, said=said)
     assert all_tokens(data.train) == [11, 12, 13, 1]
-    assert data.report["corpora"][0]["skipped"] == {str(path): {"empty": 5, "invalid": 0}}
+    assert data.report["corpora"][0]["skipped"] == {str(path): {"empty": 5, "untrained": 0, "invalid": 0}}
     assert f"data: {path}: skipped 5 empty and 0 invalid documents" in said
 
 
@@ -101,7 +101,7 @@ def test_r_data_10_invalid_utf_8_stops_every_rank_or_is_skipped_and_counted(tmp_
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"{path}, line 2: the text is not valid UTF-8")
     assert "--skip_invalid_text" in messages[0]
-    want = ([11, 12, 13, 1, 14, 15, 16, 1], {str(path): {"empty": 0, "invalid": 1}})
+    want = ([11, 12, 13, 1, 14, 15, 16, 1], {str(path): {"empty": 0, "untrained": 0, "invalid": 1}})
     assert run_ranks(_read_invalid, 2, tmp_path, skip=True) == [want, want]
 
 

@@ -136,7 +136,7 @@ def test_half_a_surrogate_pair_in_json_is_invalid_text(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{text: 1}", "a.jsonl, line 1: not a line of JSON"),
-        ('["text"]', "a.jsonl, line 1: each line must be a JSON object with a key 'text', not list"),
+        ('["text"]', "a.jsonl, line 1: each line must be a JSON object, not list"),
         ('{"text": 3}', "a.jsonl, line 1: the text must be a string, a list of strings or null, not int"),
     ],
 )

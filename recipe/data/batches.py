@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from recipe.data.packing import IGNORED, Block, PackedBlocks
+from recipe.flops import sum_squared_lengths
 
 
 class MicroBatch(NamedTuple):
@@ -15,7 +16,7 @@ class MicroBatch(NamedTuple):
     input_ids        [B, S]  int64
     labels           [B, S]  int64, as in Block
     document_starts  for each sequence, as in Block
-    token_mask       [B, S]  bool, False on padding; None where there is no padding. Padding comes as whole sequences
+    token_mask       [B, S]  bool, False on padding, which ends a sequence or is all of it; None where there is none
     num_targets      tokens that the loss predicts: labels[:, 1:] other than -100
     positions        for each sequence, its position in the global stream (in evaluation: its block); -1 for padding
     """
@@ -27,19 +28,36 @@ class MicroBatch(NamedTuple):
     num_targets: int
     positions: tuple[int, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this micro-batch without padding."""
+        return self.input_ids.numel() if self.token_mask is None else int(self.token_mask.sum())
+
+    @property
+    def squared_lengths(self) -> int:
+        """The sum of length^2 over the documents of this micro-batch, without padding."""
+        num_sequences, block_size = self.input_ids.shape
+        mask = self.token_mask
+        lengths = [block_size] * num_sequences if mask is None else mask.sum(dim=1).tolist()
+        return sum(
+            sum_squared_lengths([starts], block_size=length)
+            for starts, length in zip(self.document_starts, lengths, strict=True)
+            if length
+        )
+
 
 def stack_blocks(
     blocks: Sequence[Block], *, positions: Sequence[int], num_sequences: int, block_size: int
 ) -> MicroBatch:
     """Stack up to `num_sequences` blocks, possibly none, and pad what is missing with whole sequences."""
     num_padded = num_sequences - len(blocks)
-    padding = Block(np.zeros(block_size, dtype=np.int64), np.full(block_size, IGNORED, dtype=np.int64), (0,))
+    padding = Block(np.zeros(block_size, dtype=np.int64), np.full(block_size, IGNORED, dtype=np.int64), (0,), 0)
     rows = [*blocks, *[padding] * num_padded]
     labels = np.stack([row.labels for row in rows])
     token_mask = None
-    if num_padded:
-        token_mask = torch.ones(num_sequences, block_size, dtype=torch.bool)
-        token_mask[len(blocks) :] = False
+    num_tokens = torch.tensor([row.num_tokens for row in rows])
+    if (num_tokens < block_size).any():
+        token_mask = torch.arange(block_size) < num_tokens[:, None]
     return MicroBatch(
         input_ids=torch.from_numpy(np.stack([row.input_ids for row in rows])),
         labels=torch.from_numpy(labels),

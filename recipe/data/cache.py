@@ -12,9 +12,11 @@ from recipe.data.chunks import CHUNK_CHARS
 from recipe.data.corpora import CorpusFacts
 from recipe.data.documents import Corpus, digest_of
 from recipe.data.options import DataOptions
+from recipe.data.row_encoder import RowEncoder
 from recipe.data.together import on_every_rank
 from recipe.data.token_store import FORMAT, TokenStore
 from recipe.data.tokenise import TokeniseOptions, tokenise
+from recipe.data.tokenise_rows import tokenise_rows
 from recipe.data.tokenizer import DEFAULT_EOS, TRAINING_CHARS, TextEncoder, load_tokenizer, train_tokenizer
 from recipe.ranks import Ranks
 
@@ -45,7 +47,9 @@ def num_tokenising_workers(options: DataOptions) -> int:
 def get_tokenizer(corpus: CachedCorpus, *, options: DataOptions, ranks: Ranks) -> "PreTrainedTokenizerBase":
     """The tokenizer the options name, or one trained on the corpus; the same on every rank; collective."""
     if options.tokenizer_name is not None:
-        load_named = partial(load_tokenizer, options.tokenizer_name, eos_token=options.eos_token)
+        load_named = partial(
+            load_tokenizer, options.tokenizer_name, eos_token=options.eos_token, chat_template=options.chat_template
+        )
         return on_every_rank(load_named, ranks=ranks)
     eos_token = options.eos_token or DEFAULT_EOS
     settings = (options.train_vocab_size, eos_token, options.text_column_name, options.skip_invalid_text)
@@ -64,7 +68,9 @@ def get_tokenizer(corpus: CachedCorpus, *, options: DataOptions, ranks: Ranks) -
     return on_every_rank(partial(load_tokenizer, folder), ranks=ranks)
 
 
-def get_tokens(corpus: CachedCorpus, *, encoder: TextEncoder, options: DataOptions, ranks: Ranks) -> TokenStore:
+def get_tokens(
+    corpus: CachedCorpus, *, encoder: TextEncoder | RowEncoder, options: DataOptions, ranks: Ranks
+) -> TokenStore:
     """The corpus as tokens, from the cache or by reading it now; equal on every rank; collective."""
     _check_equal(encoder.identity, ranks=ranks, what="tokenizer")
     settings = (corpus.max_documents, options.text_column_name, options.skip_invalid_text)
@@ -77,6 +83,8 @@ def get_tokens(corpus: CachedCorpus, *, encoder: TextEncoder, options: DataOptio
     )
 
     def build(folder: Path) -> Iterator[None]:
+        if isinstance(encoder, RowEncoder):
+            return tokenise_rows(folder, corpus=corpus.open(), encoder=encoder, options=tokenise_options)
         return tokenise(folder, corpus=corpus.open(), encoder=encoder, options=tokenise_options)
 
     folder = _ensure(f"tokens-{key}", build, options=options, ranks=ranks)

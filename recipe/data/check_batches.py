@@ -19,8 +19,9 @@ def checksum(micro_batches: Sequence[MicroBatch]) -> str:
     """A digest of everything the model sees of these micro-batches."""
     digest = hashlib.blake2b(digest_size=16)
     for batch in micro_batches:
-        for tensor in (batch.input_ids, batch.labels):
-            digest.update(tensor.contiguous().numpy().tobytes())
+        for tensor in (batch.input_ids, batch.labels, batch.token_mask):
+            if tensor is not None:
+                digest.update(tensor.contiguous().numpy().tobytes())
         digest.update(repr((tuple(batch.input_ids.shape), batch.document_starts, batch.positions)).encode())
     return digest.hexdigest()
 

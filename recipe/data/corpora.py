@@ -5,6 +5,7 @@ from typing import NamedTuple
 from recipe.data.documents import Corpus
 from recipe.data.embedded import embedded_corpus
 from recipe.data.files import file_corpus
+from recipe.data.formats import DataFormat, choose_format
 from recipe.data.hub import hub_corpora
 from recipe.data.options import DataOptions
 
@@ -25,6 +26,7 @@ class Corpora(NamedTuple):
 class CorporaFacts(NamedTuple):
     train: CorpusFacts
     validation: CorpusFacts | None
+    data_format: DataFormat  # of both
 
 
 def open_corpora(options: DataOptions) -> Corpora:
@@ -41,9 +43,9 @@ def open_corpora(options: DataOptions) -> Corpora:
     return Corpora(train, file_corpus(options.validation_file, option="--validation_file", column=column))
 
 
-def facts_of(corpora: Corpora) -> CorporaFacts:
+def facts_of(corpora: Corpora, *, options: DataOptions) -> CorporaFacts:
     validation = None if corpora.validation is None else _facts(corpora.validation)
-    return CorporaFacts(_facts(corpora.train), validation)
+    return CorporaFacts(_facts(corpora.train), validation, choose_format(corpora.train, options=options))
 
 
 def _facts(corpus: Corpus) -> CorpusFacts:

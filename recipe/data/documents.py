@@ -1,9 +1,9 @@
 """What a corpus is to the rest of the data code: documents one after the other, and a name for their content."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class InvalidTextError(ValueError):
@@ -17,14 +17,41 @@ class Document(NamedTuple):
     pieces: Iterable[str]
 
 
+class Row(NamedTuple):
+    """One entry of a corpus with all its fields, by name. `read` may raise InvalidTextError, as a document may."""
+
+    source: str
+    place: str  # the file and the line or row in it, for messages
+    read: Callable[[], Mapping[str, Any]]
+
+
+def no_rows() -> Iterator[Row]:
+    """The rows of a corpus that is text and nothing else."""
+    return iter(())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A finite sequence of documents that reads the same every time it is asked for."""
+    """A finite sequence of documents that reads the same every time it is asked for.
+
+    `read` gives the text of one field of every entry, `rows` the entries with all their fields.
+    """
 
     name: str
     files: tuple[str, ...]
     manifest: str  # a digest: equal for equal content, as far as its kind of source can tell
     read: Callable[[], Iterator[Document]]
+    rows: Callable[[], Iterator[Row]] = no_rows
+
+
+def text_documents(rows: Iterable[Row], *, column: str) -> Iterator[Document]:
+    """The field `column` of each row as a document."""
+    for row in rows:
+        yield Document(row.source, _pieces(row, column=column))
+
+
+def _pieces(row: Row, *, column: str) -> Iterator[str]:
+    yield text_of(row.read().get(column), place=row.place)
 
 
 def digest_of(parts: Iterable[object]) -> str:

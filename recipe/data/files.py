@@ -6,14 +6,19 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from recipe.data.documents import Corpus, Document, decode, digest_of, invalid_text, text_of
+from recipe.data.documents import Corpus, Document, Row, decode, digest_of, invalid_text, text_documents, text_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 READ_BYTES = 1 << 20
 SAMPLE_BYTES = 1 << 16
 ROWS_AT_ONCE = 256
 
 Reader = Callable[..., Iterator[Document]]
+RowReader = Callable[[Path], Iterator[Row]]
 
 
 def file_corpus(pattern: str, *, option: str, column: str) -> Corpus:
@@ -32,6 +37,7 @@ def file_corpus(pattern: str, *, option: str, column: str) -> Corpus:
         files=tuple(map(str, paths)),
         manifest=digest_of(map(_fingerprint, paths)),
         read=partial(_read_files, paths, column=column),
+        rows=partial(_rows_of_files, paths),
     )
 
 
@@ -44,6 +50,11 @@ def read_text_files(paths: Iterable[Path]) -> Iterator[Document]:
 def _read_files(paths: Iterable[Path], *, column: str) -> Iterator[Document]:
     for path in paths:
         yield from _READERS[path.suffix](path, column=column)
+
+
+def _rows_of_files(paths: Iterable[Path]) -> Iterator[Row]:
+    for path in paths:
+        yield from _ROW_READERS[path.suffix](path)
 
 
 def _find(pattern: str, *, option: str) -> list[Path]:
@@ -77,6 +88,10 @@ def _read_text(path: Path, *, column: str) -> Iterator[Document]:
     yield from read_text_files([path])
 
 
+def _text_rows(path: Path) -> Iterator[Row]:
+    yield Row(str(path), str(path), dict)  # a text has no fields
+
+
 def _text_pieces(path: Path) -> Iterator[str]:
     """A text file in pieces of at most READ_BYTES, so that its size and its line length cost no memory."""
     decoder, num_lines = codecs.getincrementaldecoder("utf-8-sig")(), 0
@@ -95,22 +110,27 @@ def _text_pieces(path: Path) -> Iterator[str]:
 
 
 def _read_json_lines(path: Path, *, column: str) -> Iterator[Document]:
+    yield from text_documents(_json_rows(path), column=column)
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
     with open(path, "rb") as file:
         for number, raw in enumerate(file, start=1):
             line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if line.strip():
-                yield Document(str(path), _json_pieces(line, column=column, place=f"{path}, line {number}"))
+                place = f"{path}, line {number}"
+                yield Row(str(path), place, partial(_json_fields, line, place=place))
 
 
-def _json_pieces(raw: bytes, *, column: str, place: str) -> Iterator[str]:
+def _json_fields(raw: bytes, *, place: str) -> dict[str, Any]:
     line = decode(raw, place=place)
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not a line of JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{place}: each line must be a JSON object with a key {column!r}, not {type(row).__name__}")
-    yield text_of(row.get(column), place=place)
+        raise ValueError(f"{place}: each line must be a JSON object, not {type(row).__name__}")
+    return row
 
 
 def _read_parquet(path: Path, *, column: str) -> Iterator[Document]:
@@ -135,9 +155,35 @@ def _parquet_pieces(value: object, *, place: str) -> Iterator[str]:
     yield decode(value, place=place) if isinstance(value, bytes) else text_of(value, place=place)
 
 
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        number = 0
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+            for index in range(len(batch)):
+                number += 1
+                place = f"{path}, row {number}"
+                yield Row(str(path), place, partial(_parquet_fields, batch, index=index, place=place))
+
+
+def _parquet_fields(batch: "pa.RecordBatch", *, index: int, place: str) -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = batch.slice(index, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        raise invalid_text(place, error) from error
+    return fields
+
+
 _READERS: dict[str, Reader] = {
     ".txt": _read_text,
     ".jsonl": _read_json_lines,
     ".json": _read_json_lines,
     ".parquet": _read_parquet,
+}
+_ROW_READERS: dict[str, RowReader] = {
+    ".txt": _text_rows,
+    ".jsonl": _json_rows,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
 }

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipe.data.documents import Corpus, Document, digest_of, text_of
+from recipe.data.documents import Corpus, Document, Row, digest_of, text_documents
 from recipe.data.options import DataOptions
 
 if TYPE_CHECKING:
@@ -39,26 +39,27 @@ def hub_corpora(options: DataOptions) -> HubCorpora:
 
 
 def _corpus(rows: "Dataset | IterableDataset", *, split: str, options: DataOptions) -> Corpus:
-    column, columns = options.text_column_name, rows.column_names
-    if columns is not None and column not in columns:  # a stream may not know its columns
-        raise ValueError(
-            f"dataset_name={options.dataset_name!r} has no column {column!r}; "
-            f"--text_column_name must be one of {columns}"
-        )
     name = "/".join(part for part in (options.dataset_name, options.dataset_config_name, split) if part)
     version = "a stream" if options.streaming else rows._fingerprint  # `datasets` shows it nowhere in public
     return Corpus(
         name=name,
         files=(name,),
         manifest=digest_of([name, version]),
-        read=partial(_read, rows, name=name, column=column),
+        read=partial(_read, rows, name=name, options=options),
+        rows=partial(_rows, rows, name=name),
     )
 
 
-def _read(rows: "Dataset | IterableDataset", *, name: str, column: str) -> Iterator[Document]:
-    for number, row in enumerate(rows, start=1):
-        yield Document(name, _pieces(row, column=column, place=f"{name}, row {number}"))
+def _read(rows: "Dataset | IterableDataset", *, name: str, options: DataOptions) -> Iterator[Document]:
+    column, columns = options.text_column_name, rows.column_names
+    if columns is not None and column not in columns:  # a stream may not know its columns
+        raise ValueError(
+            f"dataset_name={options.dataset_name!r} has no column {column!r}; "
+            f"--text_column_name must be one of {columns}"
+        )
+    yield from text_documents(_rows(rows, name=name), column=column)
 
 
-def _pieces(row: dict[str, object], *, column: str, place: str) -> Iterator[str]:
-    yield text_of(row.get(column), place=place)
+def _rows(rows: "Dataset | IterableDataset", *, name: str) -> Iterator[Row]:
+    for number, fields in enumerate(rows, start=1):
+        yield Row(name, f"{name}, row {number}", partial(dict, fields))

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+FORMATS = ("auto", "text", "chat", "prompt_completion")
+TRAIN_ON = ("auto", "responses", "all")
+PACKING = ("auto", "wrapped", "whole")
 MIN_TRAINED_VOCAB_SIZE = 257  # every byte, and the end of a document
 
 
@@ -19,6 +22,10 @@ class DataOptions:
     dataset_config_name: str | None = None
     train_file: str | None = None  # a path or glob pattern, or several separated by commas
     validation_file: str | None = None
+    data_format: str = "auto"  # one of FORMATS; "auto": as the first row's columns say
+    train_on: str = "auto"  # one of TRAIN_ON; "auto": all of a text, and the responses of anything else
+    chat_template: str | None = None  # a file; None takes the tokenizer's own
+    packing_strategy: str = "auto"  # one of PACKING; "auto": wrapped for text, whole for anything else
     text_column_name: str = "text"
     validation_split_percentage: int = 5  # used where there is no validation set of its own; 0 makes none
     tokenizer_name: str | None = None
@@ -34,7 +41,9 @@ class DataOptions:
 
 def option_faults(options: DataOptions) -> list[str]:
     """Every choice that cannot hold, in words; nothing is read from disk."""
-    return [*_count_faults(options), *_source_faults(options)]
+    settled = options.data_format in FORMATS and options.data_format != "auto"
+    of_format = format_faults(options, data_format=options.data_format) if settled else []
+    return [*_count_faults(options), *_source_faults(options), *_choice_faults(options), *of_format]
 
 
 def check_options(options: DataOptions) -> None:
@@ -42,6 +51,34 @@ def check_options(options: DataOptions) -> None:
     faults = option_faults(options)
     if faults:
         raise ValueError("the data options do not hold:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+def format_faults(options: DataOptions, *, data_format: str) -> list[str]:
+    """What cannot hold where the rows are of this format: "text", "chat" or "prompt_completion"."""
+    faults = []
+    if data_format == "text":
+        if options.train_on == "responses":
+            faults.append("train_on=responses clashes with data_format=text: a text has no responses")
+        if options.chat_template is not None:
+            faults.append(
+                f"chat_template={options.chat_template!r} clashes with data_format=text; it is for chat and "
+                "prompt_completion"
+            )
+        return faults
+    if not options.dataset_name and not options.train_file:
+        faults.append(f"data_format={data_format} needs a train_file or a dataset_name")
+    if options.tokenizer_name is None:
+        faults.append(
+            f"data_format={data_format} needs a tokenizer_name, or a model_name_or_path that brings a tokenizer along: "
+            "one is trained on text alone"
+        )
+    return faults
+
+
+def _choice_faults(options: DataOptions) -> Iterator[str]:
+    for name, allowed in (("data_format", FORMATS), ("train_on", TRAIN_ON), ("packing_strategy", PACKING)):
+        if getattr(options, name) not in allowed:
+            yield f"{name}={getattr(options, name)!r} is not one of {', '.join(allowed)}"
 
 
 def _count_faults(options: DataOptions) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Documents laid end to end and cut into blocks of equal length, which remember where the documents start."""
+"""Documents laid end to end in blocks of equal length, cut there or kept whole, with their starts remembered."""
 
 from typing import Any, NamedTuple
 
@@ -20,28 +20,45 @@ class Block(NamedTuple):
 
     input_ids        [S]  int64
     labels           [S]  int64, not shifted (the model shifts); IGNORED at every document start and at position 0, so
-                          that nothing is predicted across a boundary
+                          that nothing is predicted across a boundary, and on tokens that are not trained on
     document_starts  positions in the block where a document starts, ascending; 0 is always one, also where the block
-                     goes on with a document that the block before began
+                     goes on with a document that the block before began. Padding counts as a document
+    num_tokens       positions from this one on are padding
     """
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     document_starts: tuple[int, ...]
+    num_tokens: int
 
 
 class PackedBlocks:
-    """A sequence of blocks over a flat token file; a last stretch shorter than a block is not used.
+    """A sequence of blocks over a flat token file.
 
+    whole    a document that does not fit in what is left of a block starts the next one, and what is left, of the last
+             block too, is padding; a document longer than a block goes on in the following ones. Without, documents
+             are cut at the end of every block, and a last stretch shorter than a block is not used
     tokens   [num_tokens of the file], any integer type; read when a block is asked for
+    trained  [num_tokens of the file]  bool, which of them are trained on; None: all
     Memory: 24 bytes for each part. Reading is safe from several threads.
     """
 
-    def __init__(self, tokens: NDArray[Any], *, stretches: Stretches, block_size: int) -> None:
+    def __init__(
+        self,
+        tokens: NDArray[Any],
+        *,
+        stretches: Stretches,
+        block_size: int,
+        trained: NDArray[np.bool_] | None = None,
+        whole: bool = False,
+    ) -> None:
         self._tokens = tokens
+        self._trained = trained
         self._starts = stretches.starts
         self._ends = stretches.ends
-        self._stream_ends: NDArray[np.int64] = np.cumsum(stretches.ends - stretches.starts, dtype=np.int64)
+        lengths = stretches.ends - stretches.starts
+        self._stream_ends = _whole_ends(lengths, block_size=block_size) if whole else np.cumsum(lengths, dtype=np.int64)
+        self._whole = whole
         self.block_size = block_size
 
     @property
@@ -50,15 +67,20 @@ class PackedBlocks:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, those of the unused last stretch included."""
-        return int(self._stream_ends[-1]) if len(self._stream_ends) else 0
+        """All tokens, those of the unused last stretch included and padding left out."""
+        return int((self._ends - self._starts).sum())
 
     @property
     def num_unused_tokens(self) -> int:
-        return self.num_tokens % self.block_size
+        return 0 if self._whole else self.num_tokens % self.block_size
+
+    @property
+    def num_padding_tokens(self) -> int:
+        return len(self) * self.block_size - self.num_tokens if self._whole else 0
 
     def __len__(self) -> int:
-        return self.num_tokens // self.block_size
+        length = int(self._stream_ends[-1]) if len(self._stream_ends) else 0
+        return -(-length // self.block_size) if self._whole else length // self.block_size
 
     def first(self, limit: int) -> "PackedBlocks":
         """The first `limit` blocks, or all where there are fewer."""
@@ -68,23 +90,42 @@ class PackedBlocks:
         if len(ends):
             ends[-1] -= max(0, int(self._stream_ends[:num_parts][-1]) - num_tokens)
         kept = ends > starts
-        return PackedBlocks(self._tokens, stretches=Stretches(starts[kept], ends[kept]), block_size=self.block_size)
+        stretches = Stretches(starts[kept], ends[kept])
+        return PackedBlocks(
+            self._tokens, stretches=stretches, block_size=self.block_size, trained=self._trained, whole=self._whole
+        )
 
     def __getitem__(self, index: int) -> Block:
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
         begin, end = index * self.block_size, (index + 1) * self.block_size
-        input_ids = np.empty(self.block_size, dtype=np.int64)
+        input_ids, labels = np.empty((2, self.block_size), dtype=np.int64)
         document_starts = [0]
         part, filled = int(np.searchsorted(self._stream_ends, begin, side="right")), 0
-        while filled < self.block_size:
+        while filled < self.block_size and part < len(self._ends):
             part_end = int(self._stream_ends[part])
-            count = min(part_end, end) - (begin + filled)
             source = int(self._ends[part]) - (part_end - begin - filled)
-            input_ids[filled : filled + count] = self._tokens[source : source + count]
+            if source < self._starts[part]:  # it starts in a later block, behind padding
+                break
+            count = min(part_end, end) - (begin + filled)
+            here, there = slice(filled, filled + count), slice(source, source + count)
+            input_ids[here] = labels[here] = self._tokens[there]
+            if self._trained is not None:
+                labels[here][~self._trained[there]] = IGNORED
             filled, part = filled + count, part + 1
             if filled < self.block_size:
                 document_starts.append(filled)
-        labels = input_ids.copy()
+        input_ids[filled:], labels[filled:] = 0, IGNORED
         labels[document_starts] = IGNORED
-        return Block(input_ids, labels, tuple(document_starts))
+        return Block(input_ids, labels, tuple(document_starts), filled)
+
+
+def _whole_ends(lengths: NDArray[np.int64], *, block_size: int) -> NDArray[np.int64]:
+    """Where parts of these lengths end in a stream of blocks with padding in front of those that do not fit."""
+    ends = np.empty(len(lengths), dtype=np.int64)
+    position = 0
+    for part, length in enumerate(lengths.tolist()):
+        left = -position % block_size
+        position += length if length <= left else left + length
+        ends[part] = position
+    return ends

@@ -1,43 +1,57 @@
-"""The tokens of a corpus on disk: one flat file, where each document ends in it, and what was left out."""
+"""The tokens of a corpus on disk: one flat file, where documents end in it, which to train on, what was left out."""
 
 import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT = 1
-TOKENS, ENDS, COUNTS, FACTS = "tokens.bin", "document_ends.npy", "token_counts.npy", "facts.json"
+FORMAT = 2
+TOKENS, TRAINED, ENDS, COUNTS = "tokens.bin", "trained.bin", "document_ends.npy", "token_counts.npy"
+FACTS = "facts.json"
 TOKENS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreFacts:
+class LeftOut:
+    """What of a corpus is not in its store."""
+
+    num_empty: Mapping[str, int] = field(default_factory=dict)  # documents without text, by file
+    num_untrained: Mapping[str, int] = field(default_factory=dict)  # rows without a token to train on, by file
+    num_invalid: Mapping[str, int] = field(default_factory=dict)  # what was not UTF-8, skipped on request, by file
+    num_eos_in_text: int = 0  # end-of-document tokens that the text itself spelt and that were dropped
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreFacts(LeftOut):
     """What facts.json holds."""
 
     num_documents: int
     num_tokens: int
+    num_trained_tokens: int  # all of them where there is no mask
+    has_mask: bool
     vocab_size: int
-    num_empty: Mapping[str, int]  # documents without text, by file
-    num_invalid: Mapping[str, int]  # documents that were not UTF-8 and were skipped on request, by file
-    num_eos_in_text: int  # end-of-document tokens that the text itself spelt and that were dropped
-    digest: str  # of tokens.bin
+    digest: str  # of tokens.bin and, where there is one, trained.bin
     format: int = FORMAT
 
 
 class TokenWriter:
-    """Appends documents to a new store, token by token; the last one can be taken back until it ends."""
+    """Appends documents to a new store, token by token; the last one can be taken back until it ends.
 
-    def __init__(self, folder: Path, *, vocab_size: int) -> None:
+    with_mask  each token comes with whether it is trained on; without, all are and nothing is stored for it
+    """
+
+    def __init__(self, folder: Path, *, vocab_size: int, with_mask: bool = False) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
         self._file = open(folder / TOKENS, "wb")  # noqa: SIM115 - closed by finish() or close()
+        self._mask = open(folder / TRAINED, "wb") if with_mask else None  # noqa: SIM115 - closed with the other
         self._ends = array("q")
         self.num_tokens = 0
 
@@ -45,9 +59,13 @@ class TokenWriter:
     def num_documents(self) -> int:
         return len(self._ends)
 
-    def add(self, ids: NDArray[np.int64]) -> None:
-        """Append ids, [num_ids], to the document being written."""
+    def add(self, ids: NDArray[np.int64], *, trained: NDArray[np.bool_] | None = None) -> None:
+        """Append ids, [num_ids], to the document being written; `trained` [num_ids] where the store has a mask."""
         self._file.write(ids.astype(self._dtype).tobytes())
+        if self._mask is not None:
+            assert trained is not None
+            assert len(trained) == len(ids), "a store with a mask has an entry for every token"
+            self._mask.write(trained.tobytes())
         self.num_tokens += len(ids)
 
     def end_document(self) -> None:
@@ -58,39 +76,48 @@ class TokenWriter:
         self.num_tokens = self._ends[-1] if self._ends else 0
         self._file.seek(self.num_tokens * self._dtype.itemsize)
         self._file.truncate()
+        if self._mask is not None:
+            self._mask.seek(self.num_tokens)
+            self._mask.truncate()
 
-    def finish(
-        self, *, num_empty: Mapping[str, int], num_invalid: Mapping[str, int], num_eos_in_text: int
-    ) -> Iterator[None]:
+    def finish(self, left_out: LeftOut) -> Iterator[None]:
         """Count and digest what was written, in steps, and write the facts."""
         self.close()
         counts = np.zeros(self._vocab_size, dtype=np.int64)
         digest = hashlib.blake2b(digest_size=16)
-        for tokens in _pieces(_map_tokens(self._folder / TOKENS, dtype=self._dtype)):
-            counts += np.bincount(tokens, minlength=self._vocab_size)
-            digest.update(tokens.tobytes())
+        tokens = _map_file(self._folder / TOKENS, dtype=self._dtype)
+        trained = None if self._mask is None else _map_file(self._folder / TRAINED, dtype=np.dtype(np.bool_))
+        for piece in _pieces(len(tokens)):
+            chosen = tokens[piece] if trained is None else tokens[piece][trained[piece]]
+            counts += np.bincount(chosen, minlength=self._vocab_size)
+            digest.update(tokens[piece].tobytes())
+            if trained is not None:
+                digest.update(trained[piece].tobytes())
             yield
         np.save(self._folder / COUNTS, counts)
         np.save(self._folder / ENDS, np.array(self._ends, dtype=np.int64))
         facts = StoreFacts(
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
+            num_trained_tokens=int(counts.sum()),
+            has_mask=self._mask is not None,
             vocab_size=self._vocab_size,
-            num_empty=num_empty,
-            num_invalid=num_invalid,
-            num_eos_in_text=num_eos_in_text,
+            **asdict(left_out),
             digest=digest.hexdigest(),
         )
         (self._folder / FACTS).write_text(json.dumps(asdict(facts), indent=1, sort_keys=True))
 
     def close(self) -> None:
         self._file.close()
+        if self._mask is not None:
+            self._mask.close()
 
 
 class TokenStore:
     """A finished store, memory-mapped.
 
     tokens       [num_tokens]     uint16 or uint32, on disk
+    trained      [num_tokens]     bool, on disk: which tokens are trained on; None: all
     ends         [num_documents]  int64, on disk: where each document ends in `tokens`; the next one starts there
     """
 
@@ -98,35 +125,39 @@ class TokenStore:
         self.folder = folder
         self.facts = StoreFacts(**_read_facts(folder))
         dtype = token_dtype(self.facts.vocab_size)
-        num_bytes, want_bytes = (folder / TOKENS).stat().st_size, self.facts.num_tokens * dtype.itemsize
-        if num_bytes != want_bytes:
-            raise ValueError(
-                f"{folder / TOKENS} has {num_bytes} bytes and should have {want_bytes}; "
-                "rebuild it with --overwrite_cache"
-            )
-        self.tokens = _map_tokens(folder / TOKENS, dtype=dtype)
+        self.tokens = self._map(TOKENS, dtype=dtype)
+        self.trained: NDArray[np.bool_] | None = None
+        if self.facts.has_mask:
+            self.trained = self._map(TRAINED, dtype=np.dtype(np.bool_))
         self.ends: NDArray[np.int64] = np.load(folder / ENDS, mmap_mode="r")
 
     def token_counts(self) -> NDArray[np.int64]:
-        """How often each token occurs, [vocab_size]."""
+        """How often each token is trained on, [vocab_size]."""
         counts: NDArray[np.int64] = np.load(self.folder / COUNTS)
         return counts
+
+    def count_tokens(self, *, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How often each token is trained on in the given stretches of `tokens`, [vocab_size]."""
+        counts = np.zeros(self.facts.vocab_size, dtype=np.int64)
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            for piece in _pieces(end, start=start):
+                chosen = self.tokens[piece] if self.trained is None else self.tokens[piece][self.trained[piece]]
+                counts += np.bincount(chosen, minlength=len(counts))
+        return counts
+
+    def _map(self, name: str, *, dtype: np.dtype[Any]) -> NDArray[Any]:
+        path, want_bytes = self.folder / name, self.facts.num_tokens * dtype.itemsize
+        num_bytes = path.stat().st_size
+        if num_bytes != want_bytes:
+            raise ValueError(
+                f"{path} has {num_bytes} bytes and should have {want_bytes}; rebuild it with --overwrite_cache"
+            )
+        return _map_file(path, dtype=dtype)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The narrowest unsigned type, little-endian, that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
-def count_tokens(
-    tokens: NDArray[Any], *, starts: NDArray[np.int64], ends: NDArray[np.int64], vocab_size: int
-) -> NDArray[np.int64]:
-    """How often each token occurs in the given stretches of `tokens`, [vocab_size]."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        for piece in _pieces(tokens[start:end]):
-            counts += np.bincount(piece, minlength=vocab_size)
-    return counts
 
 
 def entropy_nats(counts: NDArray[np.int64]) -> float:
@@ -140,12 +171,12 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _map_tokens(path: Path, *, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _map_file(path: Path, *, dtype: np.dtype[Any]) -> NDArray[Any]:
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def _pieces(tokens: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    for start in range(0, len(tokens), TOKENS_AT_ONCE):
-        yield tokens[start : start + TOKENS_AT_ONCE]
+def _pieces(end: int, *, start: int = 0) -> Iterator[slice]:
+    for begin in range(start, end, TOKENS_AT_ONCE):
+        yield slice(begin, min(begin + TOKENS_AT_ONCE, end))

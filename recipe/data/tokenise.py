@@ -1,8 +1,7 @@
 """Documents to tokens, once: several batches of text are encoded at a time and written in the order of the corpus."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -13,12 +12,12 @@ from tqdm import tqdm
 
 from recipe.data.chunks import split_text
 from recipe.data.documents import Corpus, InvalidTextError
-from recipe.data.token_store import TokenWriter
+from recipe.data.in_order import map_in_order
+from recipe.data.token_store import LeftOut, TokenWriter
 from recipe.data.tokenizer import TextEncoder
 
 BATCH_CHARS = 1 << 18
 BATCH_CHUNKS = 1 << 12
-BATCHES_AHEAD = 2  # for each worker: bounds the text in memory whatever the corpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ def tokenise(folder: Path, *, corpus: Corpus, encoder: TextEncoder, options: Tok
 
     Every document is the encoder's prefix, its text, and one end-of-document token. Documents without text are left
     out and counted by file; so are those that are not UTF-8, if asked, or else they raise InvalidTextError. The result
-    does not depend on `num_workers`. Memory: BATCHES_AHEAD batches for each worker, one line or row of the corpus, and
+    does not depend on `num_workers`. Memory: two batches for each worker, one line or row of the corpus, and
     8 bytes a document.
     """
     writer = TokenWriter(folder, vocab_size=encoder.vocab_size)
@@ -66,9 +65,11 @@ def tokenise(folder: Path, *, corpus: Corpus, encoder: TextEncoder, options: Tok
         if not writer.num_documents:
             raise ValueError(filling.nothing_left(corpus))
         yield from writer.finish(
-            num_empty=dict(filling.num_empty),
-            num_invalid=dict(filling.num_invalid),
-            num_eos_in_text=filling.num_eos_in_text,
+            LeftOut(
+                num_empty=dict(filling.num_empty),
+                num_invalid=dict(filling.num_invalid),
+                num_eos_in_text=filling.num_eos_in_text,
+            )
         )
     finally:
         bar.close()
@@ -168,20 +169,7 @@ def _batches(chunks: Iterator[_Chunk]) -> Iterator[list[_Chunk]]:
 def _encode_in_order(
     batches: Iterator[list[_Chunk]], *, encode: Callable[[list[str]], list[NDArray[np.int64]]], num_workers: int
 ) -> Iterator[list[_Encoded]]:
-    """Encode up to `num_workers` batches at once; the results come in the order of the batches."""
-
     def work(batch: list[_Chunk]) -> list[_Encoded]:
         return [_Encoded(*pair) for pair in zip(batch, encode([chunk.text for chunk in batch]), strict=True)]
 
-    with ThreadPoolExecutor(num_workers, thread_name_prefix="tokenise") as pool:
-        ahead: deque[Future[list[_Encoded]]] = deque()
-        try:
-            for batch in batches:
-                ahead.append(pool.submit(work, batch))
-                if len(ahead) >= BATCHES_AHEAD * num_workers:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            for future in ahead:
-                future.cancel()
+    return map_in_order(batches, work=work, num_workers=num_workers)

@@ -17,14 +17,24 @@ DEFAULT_EOS = "<|endoftext|>"
 TRAINING_CHARS = 32_000_000  # the BPE is trained on the first so many characters: merges settle long before
 
 
-def load_tokenizer(name: str | Path, *, eos_token: str | None = None) -> "PreTrainedTokenizerBase":
-    """Load with AutoTokenizer. It must have an end-of-sequence token, its own or `eos_token` from its vocabulary."""
+def load_tokenizer(
+    name: str | Path, *, eos_token: str | None = None, chat_template: str | None = None
+) -> "PreTrainedTokenizerBase":
+    """Load with AutoTokenizer. It must have an end-of-sequence token, its own or `eos_token` from its vocabulary.
+
+    chat_template  a file whose text replaces the tokenizer's own chat template
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     except OSError as error:
         raise ValueError(f"the tokenizer {str(name)!r} cannot be loaded: {error}") from error
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat_template {chat_template} cannot be read: {error}") from error
     return with_eos(tokenizer, eos_token=eos_token)
 
 
@@ -91,7 +101,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        self._fast = _private_copy(tokenizer)
+        self._fast = private_copy(tokenizer)
         self.max_workers = None if self._fast is not None else 1
         self.eos_id: int = tokenizer.eos_token_id
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
@@ -118,8 +128,11 @@ class TextEncoder:
         return (bos_id,) if bos_id is not None and bos_id != self.eos_id and first == [bos_id] else ()
 
 
-def _private_copy(tokenizer: "PreTrainedTokenizerBase") -> Any:
-    """The Rust tokenizer inside, copied so that nobody's settings change; None where there is none."""
+def private_copy(tokenizer: "PreTrainedTokenizerBase") -> Any:
+    """The Rust tokenizer inside, copied so that nobody's settings change; None where there is none.
+
+    What it encodes is text, and text that spells a special token is text.
+    """
     from tokenizers import Tokenizer
 
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,0 +1,185 @@
+"""Conversations and completions to tokens, each with whether it is trained on.
+
+A conversation is written out by the tokenizer's chat template and then encoded as one text; a token belongs to a
+response where it overlaps the response's stretch of that text. The template itself says where responses lie if it has
+{% generation %} markers. Otherwise they are found by writing the conversation out up to each response, with what the
+template puts before one (the generation prompt), and up to its end: each must be a beginning of the whole.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipe.data.conversations import ASSISTANT, Conversation, Message, Pair, read_chat, read_pair
+from recipe.data.documents import Row, checked, digest_of
+from recipe.data.formats import DataFormat
+from recipe.data.tokenizer import TextEncoder, private_copy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class Span(NamedTuple):
+    """A stretch of a text, in characters."""
+
+    start: int
+    end: int
+
+
+class Rendered(NamedTuple):
+    """A row as one text. `prefix` are ids that go before it; `responses` are the stretches to train on."""
+
+    text: str
+    responses: tuple[Span, ...]
+    prefix: tuple[int, ...] = ()
+
+
+class EncodedRow(NamedTuple):
+    """A row as a document.
+
+    ids      [num_ids]  int64
+    trained  [num_ids]  bool
+    """
+
+    ids: NDArray[np.int64]
+    trained: NDArray[np.bool_]
+
+
+class RowEncoder:
+    """Encodes rows of one format. `encode` may be called from several threads, `render` from one.
+
+    Special tokens that a text spells are special tokens, as in transformers' apply_chat_template. A document ends with
+    the end-of-document token: it is added where the text does not already end with it, and trained on where it ends a
+    response.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, data_format: DataFormat) -> None:
+        plain = TextEncoder(tokenizer)
+        self._tokenizer = tokenizer
+        self._format = data_format
+        self._prefix, self._eos_id, self._eos = plain.prefix, plain.eos_id, str(tokenizer.eos_token)
+        self._fast = private_copy(tokenizer)
+        if self._fast is None:
+            raise ValueError(
+                f"{data_format.name} data needs a fast tokenizer, one that says where in the text a token lies; "
+                f"{type(tokenizer).__name__} is none"
+            )
+        self._fast.encode_special_tokens = False
+        if data_format.name == "chat":
+            self._template(None)
+        self.max_workers = None
+        self.vocab_size = plain.vocab_size
+        self.trains_on_all = data_format.train_on == "all"
+        parts = [plain.identity, data_format.name, data_format.train_on, tokenizer.chat_template]
+        self.identity = digest_of([*parts, sorted(tokenizer.special_tokens_map.items())])
+
+    def render(self, row: Row) -> Rendered:
+        """The row's text and where its responses lie. ValueError with the row's place where it does not fit."""
+        fields = row.read()
+        if self._format.name == "chat":
+            content: Conversation | Pair = read_chat(fields, place=row.place)
+        else:
+            content = read_pair(fields, place=row.place)
+        if isinstance(content, Pair):
+            text = checked(content.prompt + content.completion, place=row.place)
+            return Rendered(text, (Span(len(content.prompt), len(text)),), self._prefix)
+        rendered = self._render_conversation(content, place=row.place)
+        checked(rendered.text, place=row.place)
+        return rendered
+
+    def encode(self, rows: Sequence[Rendered]) -> list[EncodedRow]:
+        """Each row as a document; without ids where there is no text."""
+        encodings = self._fast.encode_batch([row.text for row in rows], add_special_tokens=False)
+        return [self._document(row, encoding) for row, encoding in zip(rows, encodings, strict=True)]
+
+    def _document(self, row: Rendered, encoding: Any) -> EncodedRow:
+        if not encoding.ids:
+            return EncodedRow(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_))
+        ids = np.array(encoding.ids, dtype=np.int64)
+        starts, ends = np.array(encoding.offsets, dtype=np.int64).T
+        trained = np.full(len(ids), self.trains_on_all)
+        for response in row.responses:
+            trained |= (starts < response.end) & (ends > response.start)
+        if row.prefix != tuple(ids[: len(row.prefix)].tolist()):  # a text may spell it
+            ids = np.concatenate([row.prefix, ids])
+            trained = np.concatenate([np.full(len(row.prefix), self.trains_on_all), trained])
+        if not row.text.rstrip().endswith(self._eos):
+            ends_response = any(r.end > r.start and not row.text[r.end :].strip() for r in row.responses)
+            ids = np.append(ids, self._eos_id)
+            trained = np.append(trained, self.trains_on_all or ends_response)
+        return EncodedRow(ids, trained)
+
+    def _render_conversation(self, content: Conversation, *, place: str) -> Rendered:
+        messages, tools = content.messages, content.tools
+        if self.trains_on_all:
+            return Rendered(self._apply(messages, tools=tools, place=place), ())
+        if content.num_in_prompt is not None:
+            whole = self._apply(messages, tools=tools, place=place)
+            prompt = messages[: content.num_in_prompt]
+            start = self._length_of_beginning(prompt, whole=whole, tools=tools, place=place, is_prompt=True)
+            return Rendered(whole, (Span(start, len(whole)),))
+        if GENERATION.search(self._template(tools)):
+            return self._apply_with_markers(messages, tools=tools, place=place)
+        whole = self._apply(messages, tools=tools, place=place)
+        responses = []
+        for number, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                start, end = (
+                    self._length_of_beginning(part, whole=whole, tools=tools, place=place, is_prompt=is_prompt)
+                    for part, is_prompt in ((messages[:number], True), (messages[: number + 1], False))
+                )
+                responses.append(Span(start, end))
+        return Rendered(whole, tuple(responses))
+
+    def _length_of_beginning(
+        self, messages: list[Message], *, whole: str, tools: list[Any] | None, place: str, is_prompt: bool
+    ) -> int:
+        """How far the first messages reach in the whole conversation, in characters."""
+        beginning = self._apply(messages, tools=tools, place=place, add_generation_prompt=is_prompt)
+        if not whole.startswith(beginning):
+            raise ValueError(
+                f"{place}: the chat template writes the first {len(messages)} messages otherwise when more follow, so "
+                "responses cannot be found in it; give another template by --chat_template FILE (for chat data one "
+                "with {% generation %} and {% endgeneration %} around responses, as TRL has for many models), or "
+                "--train_on all"
+            )
+        return len(beginning)
+
+    def _apply(
+        self, messages: list[Message], *, tools: list[Any] | None, place: str, add_generation_prompt: bool = False
+    ) -> str:
+        return self._run_template(messages, tools=tools, place=place, add_generation_prompt=add_generation_prompt)[0]
+
+    def _apply_with_markers(self, messages: list[Message], *, tools: list[Any] | None, place: str) -> Rendered:
+        text, marked = self._run_template(messages, tools=tools, place=place, return_assistant_tokens_mask=True)
+        return Rendered(text, tuple(Span(*span) for span in marked))
+
+    def _run_template(
+        self, messages: list[Message], *, tools: list[Any] | None, place: str, **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the stretches between markers if asked for: what apply_chat_template does before it encodes."""
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        inputs: dict[str, Any] = {**self._tokenizer.special_tokens_map, **options}
+        template = self._template(tools)
+        try:
+            rendered: Any = render_jinja_template([messages], tools=tools, chat_template=template, **inputs)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(f"{place}: the chat template refuses this row: {error}") from error
+        texts, marked = rendered
+        return texts[0], marked[0] if marked else []
+
+    def _template(self, tools: list[Any] | None) -> str:
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                f"the tokenizer {self._tokenizer.name_or_path!r} has no chat template to write messages out by; give "
+                "one by --chat_template FILE"
+            )
+        template: str = self._tokenizer.get_chat_template(tools=tools)
+        return template
