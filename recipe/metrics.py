@@ -57,7 +57,8 @@ class StepMeter:
         """Add a step, or a part of one, of the group; `squared_lengths` is the sum of length^2 over its documents."""
         sums = [part.detach().double() for part in token_sums]
         if self._sums is not None:
-            sums = [old + new for old, new in zip(self._sums, sums, strict=True)]
+            earlier = _with_rank_loads_of(TokenSums(*sums), sums=self._sums)
+            sums = [old + new for old, new in zip(earlier, sums, strict=True)]
         self._sums = TokenSums(*sums)
         self._num_targets += num_targets
         self._num_tokens += num_tokens
@@ -108,6 +109,16 @@ class StepMeter:
             sums = TokenSums(*(torch.tensor(part, dtype=torch.float64, device=device) for part in sums))
         self._sums = sums
         self._num_targets, self._num_tokens, self._squared_lengths = state["counts"]
+
+
+def merge_meters(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The `state()` of a meter that added all that the meters of these states did; of none, that of a new one."""
+    if not states:
+        return StepMeter().state()
+    sums = [state["sums"] for state in states if state["sums"] is not None]
+    merged = [torch.tensor(parts, dtype=torch.float64).sum(0).tolist() for parts in zip(*sums, strict=True)]
+    counts = zip(*(state["counts"] for state in states), strict=True)
+    return {"sums": merged or None, "counts": tuple(sum(values) for values in counts)}
 
 
 def combine_ranks(by_rank: Sequence[Totals], *, tp: int) -> Totals:
@@ -274,6 +285,23 @@ def read_peak_memory_bytes(device: str) -> int:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _with_rank_loads_of(like: TokenSums, *, sums: TokenSums) -> TokenSums:
+    """Sums of steps before a resume as if they had been taken with the ranks' loads that are measured since.
+
+    Where every rank had a slice of every expert, all were as busy as the busiest; where there were no slots for copies,
+    no choice of them could have helped.
+    """
+    slowest_L, bound_L = sums.slowest_L, sums.bound_L
+    if not slowest_L.numel():
+        slowest_L = sums.expert_counts.sum(-1) - (sums.dropped_L if sums.dropped_L.numel() else 0.0)
+    if not bound_L.numel():
+        bound_L = slowest_L
+    return sums._replace(
+        slowest_L=slowest_L if like.slowest_L.numel() else like.slowest_L,
+        bound_L=bound_L if like.bound_L.numel() else like.bound_L,
+    )
 
 
 def _dropped_shares(totals: Totals) -> tuple[float, ...]:

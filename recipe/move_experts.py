@@ -12,33 +12,38 @@ from torch import Tensor
 from modeling.mesh import ParallelMesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.transfers import RowSplits, all_to_all_rows
-from recipe.checkpoint.native import link_moments, read_training_state, write_training_state
 from recipe.engine import Engine
+from recipe.state.native import link_moments, parts_in_place, read_training_state, write_training_state
 
 Numbers = Sequence[int]  # the new number of every expert of a layer
 
 
 def move_experts(engine: Engine, numbers_by_layer: Sequence[Numbers]) -> None:
-    """Renumber every MoE layer's experts. Collective over the whole world; ZeRO 0 to 2, after a load or a step.
+    """Renumber every MoE layer's experts. Collective over the whole world; after a load or a step.
 
     The loads that the next step's copies are chosen by are renumbered, too.
     """
     blocks = [module for module in engine.model.modules() if isinstance(module, GatherMoeSparseBlock)]
     link_moments(engine)
-    for block, numbers in zip(blocks, numbers_by_layer, strict=True):
-        for parameter in (block.experts.gate_up_proj, block.experts.down_proj):
-            state = read_training_state(engine, parameter)
-            state = [exchange_experts(part, numbers, mesh=engine.mesh) for part in state]
-            write_training_state(engine, parameter, state)
-        router = block.gate
-        state = [renumber(part, numbers) for part in read_training_state(engine, router.weight)]
-        write_training_state(engine, router.weight, state)
-        if router.e_score_correction_bias is not None:
-            router.e_score_correction_bias.copy_(renumber(router.e_score_correction_bias, numbers))
+    with parts_in_place(engine):
+        for block, numbers in zip(blocks, numbers_by_layer, strict=True):
+            _move_block(engine, block, numbers)
     loads = engine.loads()
     if loads is not None:
         moved = [renumber(torch.tensor(layer), numbers) for layer, numbers in zip(loads, numbers_by_layer, strict=True)]
         engine.restore_loads([layer.tolist() for layer in moved])
+
+
+def _move_block(engine: Engine, block: GatherMoeSparseBlock, numbers: Numbers) -> None:
+    for parameter in (block.experts.gate_up_proj, block.experts.down_proj):
+        state = read_training_state(engine, parameter)
+        state = [exchange_experts(part, numbers, mesh=engine.mesh) for part in state]
+        write_training_state(engine, parameter, state)
+    router = block.gate
+    state = [renumber(part, numbers) for part in read_training_state(engine, router.weight)]
+    write_training_state(engine, router.weight, state)
+    if router.e_score_correction_bias is not None:
+        router.e_score_correction_bias.copy_(renumber(router.e_score_correction_bias, numbers))
 
 
 def renumber(x: Tensor, numbers: Numbers) -> Tensor:

@@ -23,9 +23,9 @@ from recipe.checkpoint.errors import CheckpointBrokenError
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
 from recipe.checkpoint.expert_counts import ExpertCounts, read_expert_counts
 from recipe.checkpoint.folders import CHECKPOINTS_NAME, LATEST
-from recipe.checkpoint.hf_config import NATIVE
-from recipe.checkpoint.hf_weights import INDEX_NAME
 from recipe.checkpoint.manifest import MANIFEST_NAME, file_faults, read_manifest
+from recipe.hf.config import NATIVE
+from recipe.hf.weights import INDEX_NAME
 
 PLACEMENT_NAME = "placement.json"
 HF_NAME = "hf"  # as a checkpoint calls its Hugging Face folder; the code that writes it would bring DeepSpeed along

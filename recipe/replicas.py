@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from modeling.init import full_shapes, shard_table, stored_tensors
-from recipe.checkpoint.native import full_precision_shard
 from recipe.engine import Engine
 from recipe.ranks import Ranks
+from recipe.state.native import full_precision_shard
 
 
 def check_replicas(engine: Engine, ranks: Ranks) -> None:

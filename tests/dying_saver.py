@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipe.checkpoint.commit import write_checkpoint
+from recipe.checkpoint.background import BackgroundSaver
+from recipe.checkpoint.commit import Save, write_checkpoint
+from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import Checkpoint, find_checkpoint, verify_checkpoint
 from recipe.checkpoint.folders import list_checkpoints, tidy
 from recipe.ranks import OneRank
@@ -23,12 +25,21 @@ from recipe.ranks import OneRank
 CHANGES = {"open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
-def save(root: Path, step: int, *, version: str, keep: int | None) -> None:
-    def write(folder: Path) -> None:
-        for name in ("a", "b"):
-            (folder / name).write_text(f"{step} {version} {name} " * 200)
+def save(root: Path, step: int, *, version: str, keep: int | None, background: bool = False) -> None:
+    """A complete save; in the background with a file written ahead of it, one queued, and one that is renamed."""
 
-    write_checkpoint(root, step=step, ranks=OneRank(), write=write, keep=keep, details={"version": version})
+    def write(folder: Path, files: Files) -> None:
+        (folder / "a").write_text(f"{step} {version} a " * 200)
+        files.write(folder / "part", lambda path: path.write_text(f"{step} {version} b " * 200))
+        files.then(lambda ranks: (folder / "part").rename(folder / "b"))
+
+    what = Save(root=root, step=step, keep=keep, details={"version": version})
+    if not background:
+        write_checkpoint(what, ranks=OneRank(), write=write)
+        return
+    saver = BackgroundSaver(OneRank(), background=OneRank())
+    saver.save(what, write=write)
+    saver.wait()
 
 
 def recover(root: Path) -> Checkpoint:
@@ -51,13 +62,13 @@ def loop(root: Path) -> None:
 
 
 def everywhere(root: Path, what: str) -> list[dict[str, Any]]:
-    step = {"a new step": 3, "the same step": 2}[what]
+    step = {"a new step": 3, "the same step": 2, "in the background": 3}[what]
     left = []
     for moment in itertools.count(1):
         folder = root / str(moment)
         save(folder, 1, version="old", keep=None)
         save(folder, 2, version="old", keep=None)
-        died = _dies_before_call(moment, partial(save, folder, step, version="new", keep=1))
+        died = _dies_before_call(moment, partial(save, folder, step, version="new", keep=1, background="back" in what))
         found = recover(folder)
         for _, visible in list_checkpoints(folder):
             verify_checkpoint(visible, ranks=OneRank())

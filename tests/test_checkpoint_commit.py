@@ -6,15 +6,16 @@ import json
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from recipe.checkpoint import folders
-from recipe.checkpoint.commit import write_checkpoint
+from recipe.checkpoint.commit import Save, Writer, write_checkpoint
 from recipe.checkpoint.errors import CheckpointWriteError
+from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.folders import list_checkpoints
 from recipe.checkpoint.manifest import share_of_files
@@ -23,19 +24,18 @@ from tests.ranks import run_ranks
 from tests.thread_ranks import on_threads
 
 
-def save(root: Path, step: int, *, keep: int | None = None, write: Callable[[Path], None] | None = None) -> Path:
-    def two_files(folder: Path) -> None:
+def save(root: Path, step: int, *, keep: int | None = None, write: Writer | None = None) -> Path:
+    def two_files(folder: Path, files: Files) -> None:
         (folder / "hf").mkdir()
         (folder / "hf" / "model.bin").write_bytes(bytes([step % 256]) * 10_000)
         (folder / "state.json").write_text(json.dumps({"step": step}))
 
-    return write_checkpoint(
-        root, step=step, ranks=OneRank(), write=write or two_files, keep=keep, details={"step": step}
-    )
+    what = Save(root=root, step=step, keep=keep, details={"step": step})
+    return write_checkpoint(what, ranks=OneRank(), write=write or two_files)
 
 
-def write_file(name: str) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
+def write_file(name: str) -> Writer:
+    def write(folder: Path, files: Files) -> None:
         (folder / name).write_bytes(b"x")
 
     return write
@@ -152,13 +152,13 @@ def test_r_ckpt_04_keeping_none_is_refused(keep: int, tmp_path: Path) -> None:
 
 
 def _save_with_a_failing_rank(ranks: Ranks, root: Path, *, failing: int) -> None:
-    def write(folder: Path) -> None:
+    def write(folder: Path, files: Files) -> None:
         (folder / f"rank{ranks.rank}.bin").write_bytes(b"x" * 1000)
         if ranks.rank == failing:
             with open("/dev/full", "wb", buffering=0) as file:
                 file.write(b"x")
 
-    write_checkpoint(root, step=20, ranks=ranks, write=write, keep=1, details={}, expected_bytes=123_456)
+    write_checkpoint(Save(root=root, step=20, keep=1, details={}, expected_bytes=123_456), ranks=ranks, write=write)
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -215,9 +215,9 @@ def test_partial_files_that_stay_are_admitted(tmp_path: Path, monkeypatch: pytes
     def refuse(path: Path) -> None:
         raise OSError(errno.EBUSY, "busy", str(path))
 
-    def write(folder: Path) -> None:
+    def write(folder: Path, files: Files) -> None:
         monkeypatch.setattr("recipe.checkpoint.folders.shutil.rmtree", refuse)
-        _raise(folder)
+        _raise(folder, files)
 
     with pytest.raises(CheckpointWriteError, match=r"RuntimeError: no\. .* they could not all be removed .*busy"):
         save(tmp_path, 1, write=write)
@@ -237,7 +237,7 @@ def test_a_failure_after_the_rename_says_that_the_checkpoint_is_complete(
 
 def test_a_checkpoint_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointWriteError, match="no rank wrote a file"):
-        save(tmp_path, 1, write=lambda folder: None)
+        save(tmp_path, 1, write=lambda folder, files: None)
 
 
 def test_the_manifests_name_is_reserved(tmp_path: Path) -> None:
@@ -247,12 +247,12 @@ def test_the_manifests_name_is_reserved(tmp_path: Path) -> None:
 
 def test_a_link_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointWriteError, match=r"link is neither a plain file nor a folder"):
-        save(tmp_path, 1, write=lambda folder: (folder / "link").symlink_to("/etc/hostname"))
+        save(tmp_path, 1, write=lambda folder, files: (folder / "link").symlink_to("/etc/hostname"))
 
 
 def test_ranks_at_different_steps_are_told_so(tmp_path: Path) -> None:
     def save_own_step(ranks: Ranks) -> None:
-        write_checkpoint(tmp_path, step=ranks.rank + 4, ranks=ranks, write=_raise, keep=None, details={})
+        write_checkpoint(Save(root=tmp_path, step=ranks.rank + 4, keep=None, details={}), ranks=ranks, write=_raise)
 
     for error in on_threads(2, save_own_step):
         assert type(error) is ValueError
@@ -265,7 +265,7 @@ def test_a_folder_that_not_all_ranks_share_is_refused(tmp_path: Path) -> None:
 
     def save_locally(ranks: Ranks) -> None:
         root = tmp_path / f"disk{ranks.rank}"
-        write_checkpoint(root, step=1, ranks=ranks, write=_raise, keep=None, details={})
+        write_checkpoint(Save(root=root, step=1, keep=None, details={}), ranks=ranks, write=_raise)
 
     for error in on_threads(2, save_locally):
         assert isinstance(error, CheckpointWriteError)
@@ -286,11 +286,11 @@ def test_ranks_hash_in_parallel_and_write_one_manifest(tmp_path: Path) -> None:
     met = threading.Barrier(3)
 
     def save_together(ranks: Ranks) -> Path:
-        def write(folder: Path) -> None:
+        def write(folder: Path, files: Files) -> None:
             met.wait(5)  # a collective of the writer's own
             (folder / f"rank{ranks.rank}.bin").write_bytes(bytes([ranks.rank]) * 5000)
 
-        return write_checkpoint(tmp_path, step=1, ranks=ranks, write=write, keep=None, details={"by": 3})
+        return write_checkpoint(Save(root=tmp_path, step=1, keep=None, details={"by": 3}), ranks=ranks, write=write)
 
     assert on_threads(3, save_together) == [tmp_path / "step-1"] * 3
     results = on_threads(3, lambda ranks: verify_checkpoint(tmp_path / "step-1", ranks=ranks))
@@ -300,10 +300,9 @@ def test_ranks_hash_in_parallel_and_write_one_manifest(tmp_path: Path) -> None:
 def _save_one_sided(rank: int, world_size: int, caller: int, root: str, released: str) -> str | None:
     message = None
     if rank == caller:
+        save = Save(root=Path(root), step=3, keep=None, details={})
         with pytest.raises(RanksMissingError) as caught:
-            write_checkpoint(
-                Path(root), step=3, ranks=TorchRanks(), write=_raise, keep=None, details={}, meet_timeout_s=0.3
-            )
+            write_checkpoint(save, ranks=TorchRanks(), write=_raise, meet_timeout_s=0.3)
         message = str(caught.value)
         Path(released).touch()
     else:
@@ -325,12 +324,12 @@ def _save_on_gloo(rank: int, world_size: int, root: str) -> int:
     import torch
     import torch.distributed as dist
 
-    def write(folder: Path) -> None:
+    def write(folder: Path, files: Files) -> None:
         total = torch.ones(1)
         dist.all_reduce(total)
         (folder / f"rank{rank}.txt").write_text(str(int(total)))
 
-    folder = write_checkpoint(Path(root), step=1, ranks=TorchRanks(), write=write, keep=1, details={})
+    folder = write_checkpoint(Save(root=Path(root), step=1, keep=1, details={}), ranks=TorchRanks(), write=write)
     return len(verify_checkpoint(folder, ranks=TorchRanks()).files)
 
 
@@ -339,5 +338,5 @@ def test_a_real_group_saves_and_verifies_together(tmp_path: Path) -> None:
     assert (tmp_path / "latest" / "rank1.txt").read_text() == "2"
 
 
-def _raise(folder: Path) -> None:
+def _raise(folder: Path, files: Files) -> None:
     raise RuntimeError("no")

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.checkpoint.commit import write_checkpoint
+from recipe.checkpoint.background import open_saver
+from recipe.checkpoint.commit import Save
+from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import find_checkpoint
 from recipe.ranks import TorchRanks
 from tests.dying_saver import recover, save
@@ -21,7 +23,9 @@ PROGRAM = [sys.executable, "-m", "tests.dying_saver"]
 PROJECT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("what", ["a new step", "the same step"])
+@pytest.mark.parametrize(
+    "what", ["a new step", "the same step", pytest.param("in the background", marks=pytest.mark.slow)]
+)
 def test_r_ckpt_01_killed_before_any_file_system_call_of_a_save(what: str, tmp_path: Path) -> None:
     answer = subprocess.run([*PROGRAM, "everywhere", tmp_path, what], cwd=PROJECT, capture_output=True, check=True)
     left = json.loads(answer.stdout)
@@ -33,7 +37,7 @@ def test_r_ckpt_01_killed_before_any_file_system_call_of_a_save(what: str, tmp_p
     assert all(state["latest"] for state in left), "`latest` led nowhere after a death"
     hidden = [name for state in left for name in state["names"] if name.startswith(".")]
     assert hidden == [], "a dead run's leftovers stayed"
-    assert left[-1]["names"] == ["latest", "step-3" if what == "a new step" else "step-2"]
+    assert left[-1]["names"] == ["latest", "step-2" if what == "the same step" else "step-3"]
 
 
 @pytest.mark.slow
@@ -58,17 +62,23 @@ def test_r_ckpt_01_killed_at_twenty_random_moments(tmp_path: Path) -> None:
 def _die_while_saving(rank: int, world_size: int, root: str, moment: str) -> None:
     import torch.distributed as dist
 
-    def write(folder: Path) -> None:
+    def write(folder: Path, files: Files) -> None:
         if moment == "half a file":
             (folder / f"{rank}.bin").write_bytes(b"x" * 50)
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
         (folder / f"{rank}.bin").write_bytes(b"x" * 100)
-        dist.barrier()
+        if moment == "one rank after its files":
+            dist.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # rank 0 goes on and waits for it in the agreement
 
-    write_checkpoint(Path(root), step=3, ranks=TorchRanks(), write=write, keep=1, details={})
+    def write_later(folder: Path, files: Files) -> None:
+        files.write(folder / "later", lambda path: write(folder, files))
+
+    with open_saver(TorchRanks(), background=moment == "in the background") as saver:
+        what = Save(root=Path(root), step=3, keep=1, details={})
+        saver.save(what, write=write_later if moment == "in the background" else write)
 
 
 def _find(rank: int, world_size: int, root: str) -> tuple[int, list[str]]:
@@ -79,7 +89,7 @@ def _find(rank: int, world_size: int, root: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["half a file", "one rank after its files"])
+@pytest.mark.parametrize("moment", ["half a file", "one rank after its files", "in the background"])
 def test_r_ckpt_01_ranks_killed_in_a_save_leave_the_previous_checkpoint(moment: str, tmp_path: Path) -> None:
     save(tmp_path, 2, version="old", keep=None)
     with pytest.raises(RankError, match=r"rank . of 2"):

@@ -1,15 +1,19 @@
 """Save a checkpoint so that it exists on all ranks or on none, and never half, whatever dies at whatever moment.
 
 The ranks write into a hidden staging folder, check in, take sizes and checksums together, and only when all of them
-succeeded does rank 0 rename it to step-N. Until that rename the earlier checkpoints and `latest` are untouched.
+succeeded does rank 0 rename it to step-N. Until that rename the earlier checkpoints and `latest` are untouched. A save
+has two parts: what goes in step with training is staged, the rest is sealed, right after it or in the background.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipe.checkpoint.agreement import check_all_see, on_every, on_first
-from recipe.checkpoint.errors import CheckpointError, CheckpointWriteError
+from recipe.checkpoint.errors import CheckpointError, CheckpointWriteError, NotEnoughSpaceError
+from recipe.checkpoint.files import Files, WriteNow, complete
 from recipe.checkpoint.folders import (
     LATEST,
     list_checkpoints,
@@ -32,70 +36,115 @@ from recipe.checkpoint.manifest import (
 from recipe.checkpoint.space import free_bytes
 from recipe.ranks import Ranks
 
+MEET_TIMEOUT_S = 300.0
 
-def write_checkpoint(
-    root: Path,
-    *,
-    step: int,
-    ranks: Ranks,
-    write: Callable[[Path], None],
-    keep: int | None,
-    details: dict[str, Any],
-    expected_bytes: int | None = None,
-    meet_timeout_s: float = 300.0,
-) -> Path:
-    """Save root/step-N, point root/latest at it, and delete all but the newest `keep` (None keeps all). Collective.
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """What is saved as root/step-N. All ranks give the same.
+
+    `keep` checkpoints stay, the newest ones (None: all). `details` (JSON) go into the manifest, where find_checkpoint
+    returns them. `expected_bytes`, the size of the whole checkpoint, must be free before anything is written.
+    """
+
+    root: Path
+    step: int
+    keep: int | None
+    details: dict[str, Any]
+    expected_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(
+                f"keep={self.keep} would delete the checkpoint just written; keep at least 1, or None to keep all"
+            )
+
+
+Writer = Callable[[Path, Files], None]
+
+
+def write_checkpoint(save: Save, *, ranks: Ranks, write: Writer, meet_timeout_s: float = MEET_TIMEOUT_S) -> Path:
+    """Save root/step-N, point root/latest at it, and delete all but the newest. Collective.
+
+    Stages and seals at once; see there.
+    """
+    files = WriteNow()
+    stage(save, ranks=ranks, write=write, files=files, meet_timeout_s=meet_timeout_s)
+    return seal(save, ranks=ranks, files=files)
+
+
+def stage(save: Save, *, ranks: Ranks, write: Writer, files: Files, meet_timeout_s: float = MEET_TIMEOUT_S) -> None:
+    """The part of a save that goes in step with training: meet, make the staging folder, give the files. Collective.
 
     Every rank must call it, with the same step: never under `if rank == 0`. Ranks that do not come within
-    `meet_timeout_s` are named in a RanksMissingError. `write(folder)` is called on every rank, may use collectives of
-    its own and puts this rank's files anywhere below `folder`, which all ranks share. A rank whose write fails must
-    still take part in those collectives before it raises, or the others wait for it there.
-
-    `details` (JSON) is stored in the manifest, where find_checkpoint returns it. `expected_bytes` is only reported
-    when a save fails.
+    `meet_timeout_s` are named in a RanksMissingError. `write(folder, files)` is called on every rank, may use
+    collectives of its own and puts this rank's files anywhere below `folder`, which all ranks share, by `files` or
+    directly. A rank whose write fails must still take part in those collectives before it raises, or the others wait
+    for it there. Afterwards training may go on, whatever `files` does with what it was given.
 
     Raises CheckpointWriteError, the same on every rank, after removing what was written.
     """
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep} would delete the checkpoint just written; keep at least 1, or None to keep all")
-    ranks.meet(f"saving step-{step}", timeout_s=meet_timeout_s)
-    steps = ranks.gather(step)
+    ranks.meet(f"saving step-{save.step}", timeout_s=meet_timeout_s)
+    steps = ranks.gather(save.step)
     if len(set(steps)) > 1:
         raise ValueError(f"the ranks disagree on the step they are saving: {dict(enumerate(steps))}")
+    staging = staging_folder(save.root, save.step)
+    with _cleaned_up_after_errors(save, ranks=ranks):
+        on_first(lambda: _open_staging(save), ranks=ranks)
+        check_all_see(staging, ranks=ranks)
+        on_every(lambda: write(staging, files), ranks=ranks)
+        files.hold()
+
+
+def seal(save: Save, *, ranks: Ranks, files: Files) -> Path:
+    """The part of a save that may come later, in another thread with `ranks` of its own. Collective.
+
+    Writes what waits in `files`, takes sizes and checksums, renames, updates `latest` and deletes the oldest.
+
+    Raises CheckpointWriteError, the same on every rank, after removing what was written.
+    """
+    with _cleaned_up_after_errors(save, ranks=ranks):
+        complete(files, ranks=ranks)
+        _write_manifest(save, ranks=ranks)
+        on_first(lambda: publish(save.root, save.step), ranks=ranks)
+    saved = step_folder(save.root, save.step)
     try:
-        _stage(root, step=step, ranks=ranks, write=write, details=details)
-        on_first(lambda: publish(root, step), ranks=ranks)
-    except CheckpointError as error:
-        aftermath = on_first(lambda: _clean_up(root, step, expected_bytes), ranks=ranks)
-        raise CheckpointWriteError(f"step-{step} could not be saved in {root}: {error}. {aftermath}") from error
-    saved = step_folder(root, step)
-    try:
-        on_first(lambda: _settle(root, step=step, keep=keep), ranks=ranks)
+        on_first(lambda: _settle(save), ranks=ranks)
     except CheckpointError as error:
         raise CheckpointWriteError(f"{saved} is complete, but the folder around it was not updated: {error}") from error
     return saved
 
 
-def _stage(root: Path, *, step: int, ranks: Ranks, write: Callable[[Path], None], details: dict[str, Any]) -> None:
-    """Fill the staging folder and seal it with a manifest."""
-    staging = staging_folder(root, step)
-    on_first(lambda: _open_staging(root, staging), ranks=ranks)
-    check_all_see(staging, ranks=ranks)
-    on_every(lambda: write(staging), ranks=ranks)
+@contextmanager
+def _cleaned_up_after_errors(save: Save, *, ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        aftermath = on_first(lambda: _clean_up(save), ranks=ranks)
+        raise CheckpointWriteError(
+            f"step-{save.step} could not be saved in {save.root}: {error}. {aftermath}"
+        ) from error
+
+
+def _write_manifest(save: Save, *, ranks: Ranks) -> None:
+    staging = staging_folder(save.root, save.step)
     sizes_bytes = on_first(lambda: _written_sizes(staging), ranks=ranks)
     mine = share_of_files(sizes_bytes, rank=ranks.rank, world_size=ranks.world_size)
     shares = on_every(lambda: {name: record_file(staging / name) for name in mine}, ranks=ranks)
     records: dict[str, FileRecord] = {name: record for share in shares for name, record in share.items()}
-    manifest = Manifest(step=step, files=dict(sorted(records.items())), details=details)
+    manifest = Manifest(step=save.step, files=dict(sorted(records.items())), details=save.details)
     on_first(lambda: write_manifest(staging, manifest), ranks=ranks)
 
 
-def _open_staging(root: Path, staging: Path) -> None:
-    latest = root / LATEST
+def _open_staging(save: Save) -> None:
+    latest = save.root / LATEST
     if latest.is_dir() and not latest.is_symlink():
         raise ValueError(f"{latest} is a folder, but it must be free for a link to the newest checkpoint; rename it")
-    tidy(root)
-    staging.mkdir(parents=True)
+    tidy(save.root)
+    free = free_bytes(save.root)
+    if save.expected_bytes is not None and free < save.expected_bytes:
+        raise NotEnoughSpaceError(f"it needs about {save.expected_bytes:,} bytes, but only {free:,} are free")
+    staging_folder(save.root, save.step).mkdir(parents=True)
 
 
 def _written_sizes(staging: Path) -> dict[str, int]:
@@ -107,25 +156,25 @@ def _written_sizes(staging: Path) -> dict[str, int]:
     return sizes_bytes
 
 
-def _settle(root: Path, *, step: int, keep: int | None) -> None:
+def _settle(save: Save) -> None:
     """Bring the folder up to date with the checkpoint that was just published."""
-    point_latest(root, step)
-    tidy(root)
-    if keep is not None:
-        rotate(root, keep=keep, written=step)
+    point_latest(save.root, save.step)
+    tidy(save.root)
+    if save.keep is not None:
+        rotate(save.root, keep=save.keep, written=save.step)
 
 
-def _clean_up(root: Path, step: int, expected_bytes: int | None) -> str:
+def _clean_up(save: Save) -> str:
     """Remove what a failed save left, and say in words how things stand."""
-    staging = staging_folder(root, step)
+    staging = staging_folder(save.root, save.step)
     written_bytes = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
-    free = free_bytes(root)
+    free = free_bytes(save.root)
     try:
-        tidy(root)
+        tidy(save.root)
         removed = "they have been removed"
     except OSError as error:
         removed = f"they could not all be removed ({error})"
-    expected = "" if expected_bytes is None else f" of about {expected_bytes:,} needed"
-    others = ", ".join(path.name for _, path in list_checkpoints(root))
+    expected = "" if save.expected_bytes is None else f" of about {save.expected_bytes:,} needed"
+    others = ", ".join(path.name for _, path in list_checkpoints(save.root))
     untouched = f"The other checkpoints are untouched: {others}" if others else "There is no other checkpoint"
     return f"{written_bytes:,} bytes{expected} were written when {free:,} were still free; {removed}. {untouched}"

@@ -64,3 +64,19 @@ class RanksFailedError(CheckpointError):
 
     def __str__(self) -> str:
         return "; ".join(f"rank {rank}: {failure}" for rank, failure in sorted(self.failures.items()))
+
+
+class UploadError(CheckpointError):
+    """The trained weights could not be uploaded to the Hugging Face hub; they are where they were saved."""
+
+    exit_code = 19
+
+    def __init__(self, folder: Path, *, repository: str, reason: str) -> None:
+        super().__init__(folder, repository, reason)
+        self.folder, self.repository, self.reason = folder, repository, reason
+
+    def __str__(self) -> str:
+        return (
+            f"the upload to {self.repository} failed: {self.reason}\n"
+            f"the weights are safe in {self.folder}; upload them with: hf upload {self.repository} {self.folder}"
+        )

@@ -34,6 +34,15 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / CHECKPOINTS_NAME
 
+    def old_bytes(self, *, ranks: Ranks) -> int:
+        """What `discard_old_run` will free, 0 where nothing is overwritten. Collective."""
+
+        def count() -> int:
+            files = (path for entry in self._old for path in (entry, *entry.rglob("*")))
+            return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())
+
+        return on_first(count, ranks=ranks)
+
     def discard_old_run(self, *, ranks: Ranks, say: Callable[[str], None]) -> None:
         """Delete what an overwritten run left. Collective; to be called once the new run is known to start."""
 

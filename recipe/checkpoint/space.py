@@ -7,6 +7,8 @@ from recipe.checkpoint.agreement import on_first
 from recipe.checkpoint.errors import NotEnoughSpaceError
 from recipe.ranks import Ranks
 
+WAYS_OUT = "free some space, keep fewer checkpoints or choose another output folder"
+
 
 def free_bytes(path: Path) -> int:
     """The free bytes on the disk of `path`, which need not exist yet."""
@@ -14,17 +16,20 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def check_free_space(path: Path, *, needed_bytes: int, ranks: Ranks) -> int:
+def check_free_space(
+    path: Path, *, needed_bytes: int, ranks: Ranks, freed_bytes: int = 0, detail: str = "", ways_out: str = WAYS_OUT
+) -> int:
     """Raise NotEnoughSpaceError on every rank unless `needed_bytes` are free; return the free bytes. Collective.
 
-    While a checkpoint is written, the ones it will replace are still there: a run that keeps k needs room for k + 1.
-    A quota that the file system does not report in its free space shows only when it is hit.
+    `freed_bytes`, of which the first rank's count, will be free by then. The error holds `detail` beside the needed
+    bytes, and ends with `ways_out`. A quota that the file system does not report in its free space shows only when it
+    is hit.
     """
-    free = on_first(lambda: free_bytes(path), ranks=ranks)
+    free = on_first(lambda: free_bytes(path) + freed_bytes, ranks=ranks)
     if free < needed_bytes:
+        included = f", the {freed_bytes:,} of the run that is overwritten included" if freed_bytes else ""
         raise NotEnoughSpaceError(
-            f"checkpoints in {path} need about {needed_bytes:,} bytes ({needed_bytes / 2**30:.2f} GiB), but only "
-            f"{free:,} bytes ({free / 2**30:.2f} GiB) are free; free some space, keep fewer checkpoints or choose "
-            "another output folder"
+            f"checkpoints in {path} need about {needed_bytes:,} bytes ({needed_bytes / 2**30:.2f} GiB{detail}), but "
+            f"only {free:,} bytes ({free / 2**30:.2f} GiB) are free{included}; {ways_out}"
         )
     return free

@@ -1,0 +1,125 @@
+"""Where a save puts its files: on the disk at once, or into memory first and from there on the disk."""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from recipe.checkpoint.agreement import on_every
+from recipe.ranks import Ranks
+
+if TYPE_CHECKING:
+    from recipe.checkpoint.snapshot import Snapshot
+
+T = TypeVar("T")
+
+
+class Files(Protocol):
+    """The files of one rank for one save, given between collectives that every rank has to reach.
+
+    So nothing here raises before `finish` does: after an error the files that follow are left out.
+    """
+
+    def write(self, path: Path, action: Callable[[Path], object]) -> None:
+        """Have `action(path)` write a file out of what nobody changes."""
+        ...
+
+    def write_state(self, path: Path, state: T, action: Callable[[T, Path], object]) -> None:
+        """Have `action(state, path)` write `state` as it is now; its tensors may have moved from a GPU to the CPU."""
+        ...
+
+    def then(self, step: Callable[[Ranks], object]) -> None:
+        """Have `step(ranks)` called on every rank once all files of all ranks are written: it may be collective."""
+        ...
+
+    def hold(self) -> None:
+        """All files have been given; from here on training may change what was given to `write_state`."""
+        ...
+
+    def finish(self) -> None:
+        """Write what is not written yet, and raise the first error there was."""
+        ...
+
+    @property
+    def steps(self) -> list[Callable[[Ranks], object]]:
+        """What `then` was given, in order."""
+        ...
+
+
+class WriteNow:
+    """Writes every file when it is given."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[Ranks], object]] = []
+        self._error: Exception | None = None
+
+    def write(self, path: Path, action: Callable[[Path], object]) -> None:
+        self._attempt(partial(action, path))
+
+    def write_state(self, path: Path, state: T, action: Callable[[T, Path], object]) -> None:
+        self.write(path, partial(action, state))
+
+    def then(self, step: Callable[[Ranks], object]) -> None:
+        self.steps.append(step)
+
+    def hold(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self._error is not None:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._error = error
+
+
+class WriteLater(WriteNow):
+    """Keeps everything in host memory until `finish`, which may run in another thread and never uses the GPU.
+
+    That takes as many bytes as this rank's files have. States from a GPU go into pinned memory, which is not given
+    back before this object goes: letting go of it is work for the GPU, too, so let the thread that trains do it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._pinned: list[Snapshot] = []
+
+    def write(self, path: Path, action: Callable[[Path], object]) -> None:
+        self._waiting.append(partial(action, path))
+
+    def write_state(self, path: Path, state: T, action: Callable[[T, Path], object]) -> None:
+        from recipe.checkpoint.snapshot import restore_snapshot, take_snapshot
+
+        def copy() -> None:
+            snapshot = take_snapshot(state)
+            if snapshot.is_pinned:
+                self._pinned.append(snapshot)
+            self.write(path, lambda path: action(restore_snapshot(snapshot), path))
+
+        self._attempt(copy)
+
+    def hold(self) -> None:
+        if self._pinned:
+            import torch
+
+            self._attempt(torch.cuda.synchronize)
+
+    def finish(self) -> None:
+        while self._waiting:
+            # Off the queue first, so that a file's memory is free as soon as it is written.
+            self._attempt(self._waiting.popleft())
+        super().finish()
+
+
+def complete(files: Files, *, ranks: Ranks) -> None:
+    """Write and check everything, or raise the same error on every rank. Collective."""
+    on_every(files.finish, ranks=ranks)
+    for step in files.steps:
+        step(ranks)

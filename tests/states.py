@@ -1,0 +1,92 @@
+"""Training states that a test makes up, and checkpoints around them."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.initialization import no_init_weights
+
+from modeling.config import GatherMoeConfig
+from modeling.init import stored_tensors
+from modeling.mesh import one_rank_mesh
+from modeling.model import GatherMoeForCausalLM
+from modeling.shard_table import Ranges
+from recipe.checkpoint.manifest import Manifest, file_sizes, record_file, write_manifest
+from recipe.state.training_state import KINDS, MOMENTS, WEIGHT, TrainingState, everything
+from recipe.state.whole import write_whole
+
+Tensors = dict[str, Tensor]
+
+
+class MemoryState:
+    """A TrainingState out of tensors by "KIND/NAME"."""
+
+    def __init__(self, tensors: Tensors, *, step: float = 3.0) -> None:
+        self.tensors, self.step, self.num_bytes = tensors, step, 0
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        weights = {key.removeprefix("weight/"): t for key, t in self.tensors.items() if key.startswith("weight/")}
+        return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        return tuple(kind for kind in KINDS if f"{kind}/{name}" in self.tensors)
+
+    def read(self, name: str, *, kind: str, ranges: tuple[Ranges, ...]) -> Tensor:
+        part = self.tensors[f"{kind}/{name}"]
+        for dim, spans in enumerate(ranges):
+            part = torch.cat([part.narrow(dim, start, end - start) for start, end in spans], dim=dim)
+        self.num_bytes += part.nbytes
+        return part
+
+
+def state_of(config: GatherMoeConfig, *, fill: Callable[[int, tuple[int, ...]], Tensor] | None = None) -> MemoryState:
+    """What a run of this model would hold, filled by number of tensor and shape; with random numbers by default."""
+    generator = torch.Generator().manual_seed(3)
+    fill = fill or (lambda number, shape: torch.randn(shape, generator=generator))
+    with no_init_weights():
+        model = GatherMoeForCausalLM(config, mesh=one_rank_mesh())
+    model.tie_weights()
+    tensors: Tensors = {}
+    for name, tensor in stored_tensors(model).items():
+        kinds = KINDS if isinstance(tensor, torch.nn.Parameter) else (WEIGHT,)
+        for kind in kinds:
+            values = fill(len(tensors), tuple(tensor.shape))
+            tensors[f"{kind}/{name}"] = values.abs() if kind == MOMENTS[1] else values
+    return MemoryState(tensors)
+
+
+def read_all(state: TrainingState) -> Tensors:
+    """Every tensor of a state, read as a whole."""
+    return {
+        f"{kind}/{name}": state.read(name, kind=kind, ranges=everything(shape))
+        for name, shape in state.shapes().items()
+        for kind in state.kinds(name)
+    }
+
+
+def details_of(config: GatherMoeConfig, **changes: Any) -> dict[str, Any]:
+    """Those of a run with one rank, as far as tools look at them."""
+    model = {f"model.{name}": getattr(config, name) for name in GatherMoeConfig.__annotations__}
+    run = {"dp": 1, "tp": 1, "ep": 1, "zero_stage": 2, "precision": "fp32", "block_size": 16, "max_steps": 9}
+    return {**run, "position": 36, "tokens": 576, "num_train_blocks": 120, "data": ["tokens-1a2b"], **model, **changes}
+
+
+def seal(folder: Path, *, step: int, details: dict[str, Any]) -> Path:
+    """Make what lies in a folder a complete checkpoint."""
+    files = {name: record_file(folder / name) for name in file_sizes(folder)}
+    write_manifest(folder, Manifest(step=step, files=files, details=details))
+    return folder
+
+
+def save_whole(folder: Path, state: TrainingState, *, step: int = 3, details: dict[str, Any]) -> Path:
+    """A complete checkpoint with a state of no layout, and small files as a run has them beside it."""
+    for name in ("ranks", "hf"):
+        (folder / name).mkdir(parents=True)
+    (folder / "ranks" / "rank-00000.pt").write_bytes(b"a rank's own")
+    (folder / "hf" / "config.json").write_text(json.dumps({"model_type": "mixtral", "dtype": "float32"}))
+    (folder / "expert_counts.json").write_text("{}")
+    write_whole(folder / "whole", state, advance=lambda num_bytes: None)
+    return seal(folder, step=step, details={**details, "format": "whole"})

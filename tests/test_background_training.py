@@ -1,0 +1,149 @@
+"""Training that saves in the background writes the same checkpoints as training that waits for them."""
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from recipe.checkpoint.find import verify_checkpoint
+from recipe.checkpoint.manifest import file_sizes
+from recipe.ranks import OneRank
+from tests.engine_runs import slow
+from tests.ranks import run_ranks
+from tests.test_resume import untimed
+from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
+
+TIMED_FILES = ("manifest.json",)  # the rank files hold the seconds of an unfinished log line, it their checksums
+WAIT_S = 30.0
+
+
+def train_ahead_of_the_files(rank: int, world_size: int, flags: Flags, *, steps: int) -> Any:
+    """Files of a save wait until training is `steps` steps further, or over; how many saves had been waited for."""
+    from recipe.checkpoint.files import WriteLater
+    from recipe.engine import Engine
+
+    update, finish, hold = Engine.update, WriteLater.finish, WriteLater.hold
+    taken = threading.Condition()
+    num_steps = 0
+
+    def updating(self: Engine, **kwargs: Any) -> float:
+        nonlocal num_steps
+        norm = update(self, **kwargs)
+        with taken:
+            num_steps += 1
+            taken.notify_all()
+        return norm
+
+    def holding(self: WriteLater) -> None:
+        self.goal = min(num_steps + steps, flags["max_steps"])  # type: ignore[attr-defined]
+        hold(self)
+
+    def finishing(self: WriteLater) -> None:
+        with taken:
+            assert taken.wait_for(lambda: num_steps >= self.goal, WAIT_S)  # type: ignore[attr-defined]
+        finish(self)
+
+    with (
+        patch.object(Engine, "update", updating),
+        patch.object(WriteLater, "hold", holding),
+        patch.object(WriteLater, "finish", finishing),
+    ):
+        return train_on_ranks(rank, world_size, flags)
+
+
+def content(path: Path) -> Any:
+    return torch.load(path, weights_only=False) if path.suffix == ".pt" else path.read_bytes()
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Of the same build and with the same numbers, seconds aside."""
+    if isinstance(a, torch.Tensor):
+        return bool(type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a if key != "elapsed_s")
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if hasattr(a, "__dict__"):
+        return type(a) is type(b) and equal(vars(a), vars(b))
+    return bool(np.all(a == b))
+
+
+def check_same_checkpoints(folder: Path, *, world_size: int, **changes: Any) -> Flags:
+    flags = write_inputs(folder) | write_ds_config(folder, **changes) | {"save_steps": 2, "save_total_limit": 2}
+    run_ranks(train_on_ranks, world_size, flags | {"output_dir": folder / "foreground" / "run"})
+    run_ranks(train_ahead_of_the_files, world_size, flags | {"async_save": True}, steps=2)
+    for step in (4, 6):
+        want, got = (path / "run" / "checkpoints" / f"step-{step}" for path in (folder / "foreground", folder))
+        verify_checkpoint(got, ranks=OneRank())
+        names = file_sizes(want).keys() - set(TIMED_FILES)
+        assert names == file_sizes(got).keys() - set(TIMED_FILES)
+        assert len(names) > 8
+        for name in sorted(names):
+            assert equal(content(want / name), content(got / name)), name
+    names = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step-4", "step-6"], "the last save was waited for, and the first one rotated away"
+    return flags
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {}),
+        slow(2, {"parallel": {"tp": 2}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
+        slow(2, {"parallel": {"tp": 1}, "zero_optimization": {"stage": 3}}),
+        slow(2, {"parallel": {"tp": 1}, "zero_optimization": {"stage": 0}}),
+    ],
+    ids=["one rank", "bf16", "ZeRO-3", "ZeRO-0"],
+)
+def test_steps_taken_before_the_files_are_written_do_not_reach_them(
+    world_size: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    flags = check_same_checkpoints(tmp_path, world_size=world_size, **changes)
+    if world_size == 1:
+        return
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
+    _, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
+    assert any("step-4" in line and line.startswith("resuming from") for line in said)
+    want, got = read_metrics(tmp_path / "foreground" / "run"), read_metrics(tmp_path / "run")
+    assert [untimed(line) for line in got.values()] == [untimed(line) for line in want.values()]
+
+
+def train_with_a_full_disk(rank: int, world_size: int, flags: Flags) -> tuple[str, list[str]]:
+    """From the second save on, rank 1 cannot write its optimizer's state; the error, and who wrote files."""
+    from recipe.checkpoint.errors import CheckpointWriteError
+
+    write, num_writes = torch.save, 0
+    writers = set()
+
+    def fail_later(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal num_writes
+        writers.add(threading.current_thread().name)
+        if "optim_states" in str(file):
+            num_writes += 1
+            if num_writes > 1 and rank == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), Path(str(file)).name)
+        write(value, file, *args, **kwargs)
+
+    with patch.object(torch, "save", fail_later), pytest.raises(CheckpointWriteError) as caught:
+        train_on_ranks(rank, world_size, flags)
+    return str(caught.value), sorted(writers)
+
+
+@pytest.mark.slow
+def test_r_ckpt_10_a_full_disk_in_the_background_ends_all_ranks_at_the_next_save(tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1}) | {"save_steps": 2}
+    answers = run_ranks(train_with_a_full_disk, 2, flags | {"async_save": True})
+    assert answers[0] == answers[1]
+    text, writers = answers[0]
+    assert writers == ["saving step-2", "saving step-4"]
+    assert f"step-4 could not be saved in {tmp_path / 'run' / 'checkpoints'}: rank 1: OSError: [Errno 28]" in text
+    assert "The other checkpoints are untouched: step-2" in text
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step-2"]
+    assert max(read_metrics(tmp_path / "run")) == 6, "training had gone on"

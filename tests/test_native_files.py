@@ -1,0 +1,139 @@
+"""Any part of a checkpoint's tensors out of DeepSpeed's own files, by a process that trains nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.shard_table import Ranges
+from recipe.checkpoint.errors import CheckpointBrokenError
+from recipe.state.native_files import NativeFiles
+from recipe.state.open_state import open_training_state
+from recipe.state.rank_files import read_rank_file
+from recipe.state.training_state import KINDS, Overlap, everything, overlaps
+from tests.parity import Case, mixed_config
+from tests.resuming import Source, config_of, details_of, make_source, whole
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return make_source(tmp_path_factory.mktemp("source"), Case(stage=2))
+
+
+def open_files(source: Source) -> NativeFiles:
+    state = open_training_state(source.checkpoint.folder, details=source.checkpoint.details)
+    assert isinstance(state, NativeFiles)
+    return state
+
+
+def part_of(tensor: Tensor, ranges: tuple[Ranges, ...]) -> Tensor:
+    for dim, pieces in enumerate(ranges):
+        tensor = torch.cat([tensor.narrow(dim, start, end - start) for start, end in pieces], dim=dim)
+    return tensor
+
+
+def test_every_tensor_is_there_whole(source: Source) -> None:
+    state, outcome = open_files(source), source.by_rank[0]
+    assert state.step == 2.0
+    assert state.shapes().keys() == outcome.held["weight"].keys()
+    for name, shape in state.shapes().items():
+        is_trained = not name.endswith("bias")
+        assert state.kinds(name) == (KINDS if is_trained else ("weight",))
+        for kind in state.kinds(name):
+            part = state.read(name, kind=kind, ranges=everything(shape))
+            assert part.dtype == torch.float32
+            assert torch.equal(part, outcome.held[kind][name]), (name, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranges"),
+    [
+        ("model.layers.1.mlp.experts.gate_up_proj", (((2, 4), (7, 8)), ((3, 9), (35, 41)), ((0, 32),))),
+        ("model.layers.2.mlp.experts.down_proj", (((1, 2),), ((0, 32),), ((8, 16), (0, 4)))),
+        ("model.embed_tokens.weight", (((49, 50),), ((1, 2),))),
+        ("model.norm.weight", (((30, 32), (0, 1)),)),
+    ],
+)
+def test_any_part_is_read_without_the_rest(source: Source, name: str, ranges: tuple[Ranges, ...]) -> None:
+    state, held = open_files(source), source.by_rank[0].held
+    for kind in KINDS:
+        assert torch.equal(state.read(name, kind=kind, ranges=ranges), part_of(held[kind][name], ranges)), kind
+    rows = sum(end - start for start, end in ranges[0])
+    assert state.num_bytes == 3 * 4 * rows * held["weight"][name][0].numel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parts_come_together_from_the_shards_of_many_ranks(tmp_path: Path, stage: int) -> None:
+    case, config = Case(dp=2, tp=2, ep=1, stage=stage), config_of(vocab_size=51)
+    source = make_source(tmp_path, case, config=config)
+    state = open_files(source)
+    name, ranges = "model.layers.1.mlp.experts.gate_up_proj", (((1, 3),), ((12, 20), (44, 52)), ((5, 30),))
+    for kind in KINDS:
+        tensors = whole([outcome.held[kind] for outcome in source.by_rank], config, case)
+        assert torch.equal(state.read(name, kind=kind, ranges=ranges), part_of(tensors[name], ranges)), kind
+        for other, tensor in tensors.items():
+            assert torch.equal(state.read(other, kind=kind, ranges=everything(tuple(tensor.shape))), tensor), other
+    for file in (tmp_path / "deepspeed").glob("*mp_rank_01*"):
+        file.unlink()
+    state, heads = open_files(source), "model.layers.0.self_attn.q_proj.weight"
+    state.read(heads, kind="exp_avg", ranges=(((0, 16),), ((0, 32),)))  # all on the first rank of the group
+    with pytest.raises(CheckpointBrokenError, match=r"mp_rank_01_.*\.pt: missing"):
+        state.read(heads, kind="exp_avg", ranges=(((0, 17),), ((0, 32),)))
+
+
+def test_overlaps_are_counted_in_the_parts_not_in_the_whole() -> None:
+    assert overlaps(((4, 8),), ((0, 5), (6, 10))) == [Overlap(0, 4, 1), Overlap(2, 5, 2)]
+    assert overlaps(((6, 8), (0, 2)), ((1, 7),)) == [Overlap(0, 5, 1), Overlap(3, 0, 1)]
+    assert overlaps(((0, 2),), ((2, 4),)) == []
+
+
+def change(path: Path, **changes: Any) -> None:
+    content = torch.load(path, weights_only=False)
+    torch.save(content | changes, path)
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    source = make_source(tmp_path, Case(stage=2))
+    model = tmp_path / "deepspeed" / "mp_rank_00_model_states.pt"
+    optimizer = tmp_path / "deepspeed" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    rank = tmp_path / "ranks" / "rank-00000.pt"
+    norm = {"name": "model.norm.weight", "kind": "weight", "ranges": (((0, 32),),)}
+    bias = norm | {"name": "model.layers.1.mlp.gate.e_score_correction_bias", "ranges": (((0, 8),),)}
+
+    pieces = read_rank_file(tmp_path, 0).partition.pieces
+    short = {**pieces, "model.norm.weight": [(*pieces["model.norm.weight"][0][:3], 31)]}
+    contents = {path: path.read_bytes() for path in (model, optimizer, rank)}
+    for broken, request, match in [
+        (lambda: change(rank, pieces=short), norm, "of model.norm.weight, 31 of 32 elements are in the files"),
+        (lambda: change(rank, pieces=None), norm, "is not the file of a rank"),
+        (lambda: rank.unlink(), norm, "missing"),
+        (lambda: change(optimizer, optimizer_state_dict={}), norm, "no entry 'single_partition_of_fp32_groups' where"),
+        (lambda: optimizer.write_bytes(b"?" * 99), norm, "is not a file of DeepSpeed's"),
+        (lambda: optimizer.unlink(), norm, "missing"),
+        (lambda: change(model, module={}), bias, "no entry 'model.layers.1.mlp.gate.e_score_correction_bias' where"),
+        (lambda: model.unlink(), bias, "missing"),
+    ]:
+        broken()
+        with pytest.raises(CheckpointBrokenError, match=match) as caught:
+            open_files(source).read(**request)  # type: ignore[arg-type]
+        (damaged,) = [path for path, content in contents.items() if not path.exists() or path.read_bytes() != content]
+        assert caught.value.file == damaged
+        damaged.write_bytes(contents[damaged])
+
+
+def test_steps_that_differ_are_refused(tmp_path: Path) -> None:
+    source = make_source(tmp_path, Case(stage=0))
+    path = tmp_path / "deepspeed" / "mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    content["optimizer"]["state"][0]["step"] += 1
+    torch.save(content, path)
+    with pytest.raises(CheckpointBrokenError, match=r"took different numbers of steps: \[2\.0, 3\.0\]"):
+        _ = open_files(source).step
+
+
+def test_a_folder_of_neither_form_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointBrokenError, match="holds neither deepspeed/ nor whole/"):
+        open_training_state(tmp_path, details=details_of(mixed_config(), Case()))
