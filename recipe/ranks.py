@@ -30,6 +30,10 @@ class Ranks(Protocol):
         """Every rank's value, by rank, on every rank."""
         ...
 
+    def any(self, value: bool) -> bool:
+        """Whether it is true on any rank; cheap enough for every step."""
+        ...
+
     def barrier(self) -> None:
         """Return once every rank has called."""
         ...
@@ -47,6 +51,9 @@ class OneRank:
 
     def gather(self, value: object) -> list[Any]:
         return [value]
+
+    def any(self, value: bool) -> bool:
+        return value
 
     def barrier(self) -> None:
         return None
@@ -80,6 +87,14 @@ class TorchRanks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def any(self, value: bool) -> bool:
+        import torch
+        import torch.distributed as dist
+
+        flag = torch.tensor(int(value), device="cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
 
     def barrier(self) -> None:
         import torch.distributed as dist

@@ -67,6 +67,7 @@ def run_ranks(
             try:
                 ok, value = pipe.recv()
             except EOFError:
+                pool.workers[rank].process.join(5)  # its pipe closes before its exit code is there
                 ok, value = False, f"the process died with exit code {pool.workers[rank].process.exitcode}"
             if not ok:
                 _end(world_size)

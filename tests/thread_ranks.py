@@ -27,6 +27,9 @@ class ThreadRanks:
         self._barrier.wait(WAIT_S)
         return values
 
+    def any(self, value: bool) -> bool:
+        return any(self.gather(value))
+
     def barrier(self) -> None:
         self._barrier.wait(WAIT_S)
 

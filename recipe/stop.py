@@ -1,0 +1,57 @@
+"""Stopping when the machine is taken away: SIGTERM to any rank ends training on all of them, at the same step.
+
+Schedulers and launchers send it before they kill, to one process or to many. A rank that left at once would leave the
+others waiting in a collective; so the signal is only remembered, and the ranks ask each other between steps.
+"""
+
+import signal
+from collections.abc import Iterable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from recipe.launch.processes import ProcessId, is_alive
+from recipe.ranks import Ranks
+
+T = TypeVar("T")
+
+STOPPED = 18  # exit code of a run that saved and left because it was told to
+
+
+class StopSignal:
+    """While the context lasts, SIGTERM is remembered instead of ending this process. For the main thread.
+
+    The end of the process `command`, which started this one and does not pass signals on, counts as the signal, too.
+    `agreed` is True once any rank had the signal when all ranks asked; it never becomes False again.
+    """
+
+    def __init__(self, ranks: Ranks, *, command: ProcessId | None = None) -> None:
+        self._ranks, self._command = ranks, command
+        self._received = False
+        self._previous: Any = None
+        self.agreed = False
+
+    def __enter__(self) -> "StopSignal":
+        self._previous = signal.signal(signal.SIGTERM, self._remember)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def ask(self) -> bool:
+        """Whether any rank was told to stop: the same answer everywhere. Collective."""
+        if not self.agreed:
+            orphaned = self._command is not None and not is_alive(self._command)
+            self.agreed = self._ranks.any(self._received or orphaned)
+        return self.agreed
+
+    def until(self, items: Iterable[T]) -> Iterator[T]:
+        """`items`, which are as many on every rank, until the ranks agree to stop. Collective at every item."""
+        for item in items:
+            if self.ask():
+                return
+            yield item
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
