@@ -29,6 +29,8 @@ REFUSED_FLAGS = {
     "warmup_ratio": "give --warmup_steps a value below 1, which means a share of the run",
     "optim": "the optimizer is AdamW",
     "run_name": "a run is known by its --output_dir",
+    "hub_token": "who reads the command line would read it; log in with `hf auth login`, or set HF_TOKEN",
+    "hub_strategy": "weights are uploaded once, at the end of the run",
     "trust_remote_code": "code from a checkpoint is never run here",
     "torch_dtype": "use --bf16, or leave it out for float32",
 }
@@ -200,6 +202,16 @@ def _combination_faults(arguments: Arguments) -> Iterator[str]:
             f"--model_name_or_path {a.model_name_or_path} and --config_name {a.config_name} both name a model; "
             "keep the first to go on from its weights, the second to start from fresh ones"
         )
+    if a.upcycle_num_experts is not None and a.config_name is not None:
+        yield (
+            "--upcycle_num_experts copies weights, which --config_name does not bring; name the dense model by "
+            "--model_name_or_path"
+        )
+    if (a.upcycle_num_experts is None) != (a.upcycle_top_k is None):
+        yield "--upcycle_num_experts and --upcycle_top_k go together: so many experts, so many of them for a token"
+    if a.upcycle_noise_std > 0 and a.upcycle_num_experts is None:
+        yield f"--upcycle_noise_std {a.upcycle_noise_std} is for experts that --upcycle_num_experts makes"
+    yield from _hub_faults(a)
     if a.output_dir is None:
         yield "no --output_dir is given; name the folder for logs and checkpoints"
     if a.max_steps == 0:
@@ -210,6 +222,16 @@ def _combination_faults(arguments: Arguments) -> Iterator[str]:
         yield f"--report_to {' '.join(a.report_to)} names none together with others; keep one"
     if a.overwrite_output_dir and a.resume_from_checkpoint is not None:
         yield "--overwrite_output_dir deletes what --resume_from_checkpoint would read; keep one"
+
+
+def _hub_faults(arguments: Arguments) -> Iterator[str]:
+    """Flags about what is pushed to the hub without a push, and a push without weights."""
+    a = arguments
+    for name in ("hub_model_id", "hub_private_repo"):
+        if getattr(a, name) is not None and not a.push_to_hub:
+            yield f"--{name} is for what --push_to_hub uploads; add that, or leave it out"
+    if a.push_to_hub and a.hf_save == "never":
+        yield "--push_to_hub uploads the Hugging Face weights that --hf_save never does not write; use --hf_save last"
 
 
 def _help_parser(specs: Mapping[str, FlagSpec]) -> argparse.ArgumentParser:

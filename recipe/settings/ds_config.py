@@ -102,11 +102,8 @@ def resolve_config(
     )
     parallel = replace(parallel, cuda_graph=settle_graphs(sources, facts=facts))
     _check_dropout(sources, attention_dropout=attention_dropout, tp=layout.tp)
-    if arguments.place_experts and (layout.ep == 1 or stage == 3):
-        sources.faults.append(
-            f"--place_experts needs whole experts that can move: ep > 1 and ZeRO 0 to 2, not ep={layout.ep} with "
-            f"ZeRO-{stage}"
-        )
+    if arguments.place_experts and layout.ep == 1:
+        sources.faults.append(f"--place_experts needs whole experts that can move: ep > 1, not ep={layout.ep}")
     if stage == 3 and parallel.wire.resident_experts:
         sources.faults.append(
             '"parallel.resident_experts" cannot be used with ZeRO-3, which leaves no rank whole experts to lend; use '

@@ -77,10 +77,23 @@ class Arguments:
     seed: int = _start("seed of weights and data order", default=42, at_least=0)
 
     model_name_or_path: str | None = _model(
-        "folder with config.json and weights to start from; first `hf download NAME --local-dir DIR` what is on the hub"
+        "folder with config.json and weights to start from, or the name of a model on the hub"
     )
-    config_name: str | None = _model("preset, config.json or folder with one, to start from fresh weights")
+    model_revision: str | None = _model("branch, tag or commit of a model on the hub; its main branch if absent")
+    config_name: str | None = _model("preset, config.json, folder or model on the hub, to start from fresh weights")
     config_overrides: Mapping[str, Any] = _model("changes to the configuration: key=value,key=value", default={})
+    upcycle_num_experts: int | None = _model(
+        "make so many experts of every feed-forward of the dense Llama, Mistral or Qwen3 --model_name_or_path",
+        at_least=2,
+    )
+    upcycle_top_k: int | None = _model("experts a token visits in a model made so", at_least=1)
+    upcycle_noise_std: float = _model(
+        "standard deviation of the normal noise on those experts; 0: equal experts", default=0.0, at_least=0
+    )
+    freeze_parameters: tuple[str, ...] = _model(
+        r"regular expressions; parameters with one in their name are not trained, like `mlp\.gate\.`, the routers",
+        default=(),
+    )
     attn_implementation: str = _model(
         "attention kernel", default="sdpa", choices=("sdpa", "eager", "flash_attention_2", "flex_attention")
     )
@@ -89,6 +102,22 @@ class Arguments:
     dataset_config_name: str | None = _data("configuration of that dataset")
     train_file: str | None = _data(".txt, .jsonl or .parquet file or glob, several by commas; none: this Python's own")
     validation_file: str | None = _data("files to evaluate on; none: a part of the training data")
+    data_format: str = _data(
+        "what rows are: text, chat (`messages`), prompt_completion; auto: as the columns of the first row say",
+        default="auto",
+        choices=("auto", "text", "chat", "prompt_completion"),
+    )
+    train_on: str = _data(
+        "tokens with a label: responses (of the assistant; completions) or all; auto: all of text, else responses",
+        default="auto",
+        choices=("auto", "responses", "all"),
+    )
+    packing_strategy: str = _data(
+        "wrapped: documents are cut where blocks end; whole: those that fit are not; auto: text wrapped, else whole",
+        default="auto",
+        choices=("auto", "wrapped", "whole"),
+    )
+    chat_template: str | None = _data("Jinja file that writes messages out; the tokenizer's own if absent")
     text_column_name: str = _data("column or JSON key that holds the text", default="text")
     validation_split_percentage: int = _data(
         "share of documents kept for evaluation where there is no validation data", default=5, at_least=0, at_most=99
@@ -158,6 +187,7 @@ class Arguments:
     overwrite_output_dir: bool = _save("start anew in a folder that holds a run", default=False)
     save_steps: int = _save("optimizer steps between checkpoints; 0: at the end only", default=500, at_least=0)
     save_total_limit: int | None = _save("checkpoints kept; all if absent", at_least=1)
+    async_save: bool = _save("copy a checkpoint to host memory and write it while training goes on", default=False)
     place_experts: bool = _save(
         "when resuming, spread the experts over the ranks anew by the loads that the checkpoint has", default=False
     )
@@ -171,6 +201,10 @@ class Arguments:
     hf_dtype: str = _save(
         "their precision; auto: that of the run", default="auto", choices=("auto", "float32", "bfloat16", "float16")
     )
+    license: str | None = _save("license that their model card names; none if absent")
+    push_to_hub: bool = _save("upload those of the last checkpoint at the end of the run", default=False)
+    hub_model_id: str | None = _save("where to: ORG/NAME, or NAME of your own; the name of --output_dir if absent")
+    hub_private_repo: bool | None = _save("make that repository a private one; as its owner's default if absent")
 
     given: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""How a preset, a file or a folder and overrides become the keyword arguments of a model's config, all of them checked.
+"""How a preset, file, folder or hub name and overrides become the keyword arguments of a model's config, all checked.
 
 Standard library only: the sizes are known before torch is loaded.
 """
@@ -11,12 +11,20 @@ from typing import Any, NamedTuple
 from modeling.layout import ModelSizes
 from recipe.settings.flags import Arguments
 from recipe.settings.model_files import LOSS_SETTINGS, ModelFile, read_model_file, with_rope_parameters
+from recipe.settings.model_source import CONFIG_NAME, HubModel, fetch_config, is_on_hub
 from recipe.settings.model_values import FLOATS, NEEDED, RULES, value_faults
 from recipe.settings.presets import PRESETS
 
 # What the model's configuration takes where a setting is not named; a test holds it against the class.
 DEFAULTS: Mapping[str, Any] = {"intermediate_size": 6144, "qk_norm": "head", "tie_word_embeddings": False}
 ROPE_THETA = 10000.0
+
+# What the weights of a model that is trained on are made of, so that no override can change it.
+FIXED_BY_WEIGHTS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_experts", "moe_intermediate_size", "intermediate_size", "qk_norm", "tie_word_embeddings"),
+)
+WHERE_EXPERTS_ARE = ("decoder_sparse_step", "mlp_only_layers")
 
 
 class ModelSettings(NamedTuple):
@@ -42,7 +50,7 @@ def read_model(arguments: Arguments) -> ModelSettings:
     if arguments.model_name_or_path is not None:
         name = f"--model_name_or_path {arguments.model_name_or_path}"
     overrides = arguments.config_overrides
-    faults = list(_override_faults(overrides))
+    faults = [*_override_faults(overrides), *_revision_faults(arguments)]
     kwargs: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
     try:
@@ -53,6 +61,8 @@ def read_model(arguments: Arguments) -> ModelSettings:
         kwargs = _overridden(base.kwargs, overrides={k: v for k, v in overrides.items() if k in RULES})
         if base.file is not None:
             faults += [f"{base.file.file}: {fault}" for fault in base.file.faults]
+            if arguments.model_name_or_path is not None:
+                faults += _weights_faults(base, arguments=arguments)
             notes = tuple(_loss_notes(base.file, arguments=arguments))
         faults += value_faults(kwargs)
     if faults:
@@ -94,33 +104,81 @@ def _dense_layers(kwargs: Mapping[str, Any]) -> tuple[int, ...]:
 def _read_base(arguments: Arguments) -> _Base:
     """ValueError where the name leads nowhere, or to something that is no model's configuration."""
     if arguments.model_name_or_path is not None:
-        file = read_model_file(_folder_with_weights(arguments.model_name_or_path))
+        path = _config_with_weights(arguments.model_name_or_path, arguments=arguments)
+        file = read_model_file(path, dense=True, longest=arguments.config_overrides.get("max_position_embeddings"))
         if file.model_type is None:
             raise ValueError(f"{file.file} names no model_type, which says how its weights are named")
-        return _Base(file.kwargs, file)
+        return _Base(_upcycled(file, arguments=arguments), file)
     name = arguments.config_name
     assert name is not None, "parse_arguments wants a model"
     if name in PRESETS:
         return _Base(with_rope_parameters(PRESETS[name], theta=ROPE_THETA), None)
-    if not Path(name).exists():
-        raise ValueError(
+    path = Path(name)
+    if not path.exists():
+        nowhere = (
             f"--config_name {name} is neither a preset ({', '.join(PRESETS)}) nor a file or folder (looked from "
-            f"{Path.cwd()}); what is on the hub must be downloaded first: hf download {name} --local-dir DIR"
+            f"{Path.cwd()})"
         )
-    file = read_model_file(Path(name))
+        path = _config_on_hub(name, arguments=arguments, nowhere=nowhere)
+    file = read_model_file(path, longest=arguments.config_overrides.get("max_position_embeddings"))
     return _Base(file.kwargs, file)
 
 
-def _folder_with_weights(name: str) -> Path:
-    folder = Path(name)
-    if (folder / "config.json").is_file():
-        return folder
+def _config_with_weights(name: str, *, arguments: Arguments) -> Path:
+    path = Path(name)
+    if (path / CONFIG_NAME).is_file():
+        return path
     if name in PRESETS:
         raise ValueError(f"{name} is a preset, which has no weights to start from; name it by --config_name {name}")
-    raise ValueError(
-        f"--model_name_or_path must be a folder that holds config.json and weights, and {name} is none (looked from "
-        f"{Path.cwd()}); what is on the hub must be downloaded first: hf download {name} --local-dir DIR"
-    )
+    if path.exists():
+        raise ValueError(
+            f"--model_name_or_path must be a folder that holds {CONFIG_NAME} and weights, and {name} is none"
+        )
+    nowhere = f"--model_name_or_path {name} is no folder (looked from {Path.cwd()})"
+    return _config_on_hub(name, arguments=arguments, nowhere=nowhere)
+
+
+def _config_on_hub(name: str, *, arguments: Arguments, nowhere: str) -> Path:
+    try:
+        return fetch_config(HubModel(name, arguments.model_revision))
+    except ValueError as error:
+        raise ValueError(f"{nowhere}, and {error}") from error
+
+
+def _upcycled(file: ModelFile, *, arguments: Arguments) -> dict[str, Any]:
+    """The settings of a file with weights; a dense model's become those of the experts that are made of it."""
+    if not file.is_dense:
+        return file.kwargs
+    values = {
+        **file.kwargs,
+        # Where the flags are missing, which is a fault of its own, the rest is still checked.
+        "num_experts": arguments.upcycle_num_experts or 8,
+        "num_experts_per_tok": arguments.upcycle_top_k or 2,
+        "moe_intermediate_size": file.kwargs.get("intermediate_size"),
+        "norm_topk_prob": True,
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _weights_faults(base: _Base, *, arguments: Arguments) -> Iterator[str]:
+    """What clashes with weights that exist: the wish for experts, and overrides that would make another model."""
+    file = base.file
+    assert file is not None
+    if file.is_dense and arguments.upcycle_num_experts is None:
+        yield (
+            f"{file.file} is a dense {file.model_type}; --upcycle_num_experts 8 --upcycle_top_k 2, say, make a mixture "
+            "of experts of it"
+        )
+    if not file.is_dense and arguments.upcycle_num_experts is not None:
+        yield f"{file.file} is a {file.model_type} with experts of its own; --upcycle_num_experts is for dense models"
+    by_flags = {"num_experts": "upcycle_num_experts", "num_experts_per_tok": "upcycle_top_k"} if file.is_dense else {}
+    fixed = FIXED_BY_WEIGHTS if file.is_dense else (*FIXED_BY_WEIGHTS, *WHERE_EXPERTS_ARE)
+    for key, value in arguments.config_overrides.items():
+        if key in by_flags:
+            yield f"--config_overrides {key} of a dense model that is upcycled is --{by_flags[key]}"
+        elif key in fixed and value != base.kwargs.get(key):
+            has = base.kwargs.get(key)
+            yield f"--config_overrides {key}={value!r} cannot change weights that exist; {file.file} has {has!r}"
 
 
 def _overridden(kwargs: Mapping[str, Any], *, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +208,12 @@ def _override_faults(overrides: Mapping[str, Any]) -> Iterator[str]:
     rope = overrides.get("rope_parameters")
     if "rope_theta" in overrides and isinstance(rope, Mapping) and "rope_theta" in rope:
         yield "--config_overrides rope_theta and rope_parameters with a rope_theta name the same setting; keep one"
+
+
+def _revision_faults(arguments: Arguments) -> Iterator[str]:
+    name = arguments.model_name_or_path or arguments.config_name or ""
+    if arguments.model_revision is not None and (name in PRESETS or not is_on_hub(name)):
+        yield f"--model_revision {arguments.model_revision} is for models on the hub, and {name} is none"
 
 
 def _loss_notes(file: ModelFile, *, arguments: Arguments) -> Iterator[str]:

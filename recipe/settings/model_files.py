@@ -1,4 +1,4 @@
-"""Reads a config.json, ours or a stock Mixtral, Qwen3-MoE or OLMoE one, as keyword arguments of our model's config.
+"""Reads a config.json, ours or one of the stock types, as keyword arguments of our model's config.
 
 A setting that our model cannot express is an error, never dropped. Everything else that transformers writes is known
 here by name: it has no bearing on the function, or only one value that changes nothing.
@@ -22,13 +22,17 @@ class StockType:
     renamed  its names for our settings
     implied  what it always does and never says
     absent   what it takes for a setting that its file leaves out, where ours takes something else
+    lacks    settings of ours that it does not have
     theta    base of its rotary embedding where the file names none
+    window   width of its sliding window where the file names none
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
     theta: float = 10000.0
+    window: int | None = None
 
 
 PLAIN_ROUTING: Mapping[str, Any] = {"score_function": "softmax", "routed_scaling_factor": 1.0, "router_bias": False}
@@ -52,6 +56,26 @@ STOCK_TYPES: Mapping[str, StockType] = {
     ),
 }
 
+OF_EXPERTS = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    *("norm_topk_prob", "score_function", "routed_scaling_factor", "router_bias"),
+)
+# Types without experts. A mixture of copies of their feed-forward is the same function where its weights sum to 1.
+DENSE_TYPES: Mapping[str, StockType] = {
+    "llama": StockType(implied={"qk_norm": "none"}, lacks=(*OF_EXPERTS, "clip_qkv")),
+    "mistral": StockType(
+        implied={"qk_norm": "none"},
+        absent={"num_key_value_heads": 8},
+        lacks=(*OF_EXPERTS, "clip_qkv"),
+        window=4096,
+    ),
+    "qwen3": StockType(
+        implied={"qk_norm": "head"},
+        absent={"num_key_value_heads": 32, "head_dim": 128},
+        lacks=(*OF_EXPERTS, "clip_qkv"),
+    ),
+}
+
 # A run sets these by flags of the same names; a file says what an earlier run used.
 LOSS_SETTINGS = (
     *("router_aux_loss_coef", "router_z_loss_coef", "logits_z_loss_coef", "balance_scope"),
@@ -67,6 +91,7 @@ WITHOUT_EFFECT = (
     *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_bfloat16", "use_cache"),
     *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
     *("overlap", "overlap_chunks", "regather", "token_dtype", "combine_dtype", "resident_experts"),
+    *("is_llama_config", "transformers.js_config"),  # of published dense models
 )
 
 # Configurations once held the settings of text generation, too; transformers takes them out again when it reads one.
@@ -88,6 +113,7 @@ ONLY_VALUE: Mapping[str, tuple[Any, ...]] = {
     "cross_attention_hidden_size": (None,),
     "is_decoder": (False, None),
     "is_encoder_decoder": (False, None),
+    "mlp_bias": (False, None),
     "output_attentions": (False, None),
     "output_hidden_states": (False, None),
     "partial_rotary_factor": (1, None),
@@ -97,11 +123,14 @@ ONLY_VALUE: Mapping[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
     "return_dict": (True, None),
-    "rope_scaling": (None,),
+    "rope_interleaved": (False, None),
     "tie_encoder_decoder": (False, None),
     "tie_last_hidden_states": (True, None),
     "use_sliding_window": (False, None),
 }
+
+# Read by rules of their own.
+APART = ("sliding_window", "layer_types", "rope_scaling")
 
 
 class ModelFile(NamedTuple):
@@ -119,28 +148,44 @@ class ModelFile(NamedTuple):
     losses: dict[str, Any]
     faults: list[str]
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is of a type without experts."""
+        return self.model_type in DENSE_TYPES
 
-def read_model_file(path: Path) -> ModelFile:
-    """Read a JSON file or a folder's config.json.
+
+def read_model_file(path: Path, *, dense: bool = False, longest: object = None) -> ModelFile:
+    """Read a JSON file or a folder's config.json, of one of the dense types only where `dense` says so.
+
+    `longest` replaces the file's own max_position_embeddings where a sliding window has to fit it.
 
     ValueError where it is missing, no JSON object, or of a type that cannot be read.
     """
     file = path / "config.json" if path.is_dir() else path
     content = load_json_object(str(file))
     model_type = content.get("model_type", NATIVE)
-    if not isinstance(model_type, str) or model_type not in STOCK_TYPES:
-        raise ValueError(f"{file} holds a {model_type!r}; configurations can be read of {', '.join(STOCK_TYPES)}")
-    stock = STOCK_TYPES[model_type]
-    left_out = (*WITHOUT_EFFECT, *GENERATION, *LOSS_SETTINGS, *ONLY_VALUE, "sliding_window")
+    types = {**STOCK_TYPES, **(DENSE_TYPES if dense else {})}
+    if not isinstance(model_type, str) or model_type not in types:
+        raise ValueError(f"{file} holds a {model_type!r}; configurations can be read of {', '.join(types)}")
+    stock = types[model_type]
+    left_out = (*WITHOUT_EFFECT, *GENERATION, *LOSS_SETTINGS, *ONLY_VALUE, *APART)
     named = {key: value for key, value in content.items() if key not in left_out}
     renamed = {stock.renamed.get(key, key): value for key, value in named.items()}
     kwargs = {**stock.absent, **{key: value for key, value in renamed.items() if key in RULES}, **stock.implied}
+    kwargs = {key: value for key, value in kwargs.items() if value is not None and key not in stock.lacks}
+    if isinstance(content.get("rope_scaling"), Mapping):
+        kwargs.setdefault("rope_parameters", _rope_from_scaling(content["rope_scaling"]))
     return ModelFile(
         file=file,
         model_type=content.get("model_type"),
-        kwargs=with_rope_parameters({k: v for k, v in kwargs.items() if v is not None}, theta=stock.theta),
+        kwargs=with_rope_parameters(kwargs, theta=stock.theta),
         losses={key: content[key] for key in LOSS_SETTINGS if content.get(key) is not None},
-        faults=[*_one_value_faults(content), *_name_faults(named, stock=stock), *_rope_faults(content)],
+        faults=[
+            *_one_value_faults(content),
+            *_attention_faults(content, stock=stock, longest=longest or content.get("max_position_embeddings")),
+            *_name_faults(named, stock=stock),
+            *_rope_faults(content),
+        ],
     )
 
 
@@ -154,20 +199,38 @@ def with_rope_parameters(kwargs: Mapping[str, Any], *, theta: float) -> dict[str
     return values
 
 
+def _rope_from_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_scaling` of older files, which called the type `type`, as `rope_parameters`."""
+    rest = {key: value for key, value in scaling.items() if key not in ("type", "rope_type")}
+    return {"rope_type": scaling.get("rope_type", scaling.get("type", "default")), **rest}
+
+
 def _one_value_faults(content: Mapping[str, Any]) -> Iterator[str]:
     for key, allowed in ONLY_VALUE.items():
         if key in content and content[key] not in allowed:
             yield f"{key}={content[key]!r} is not available, only {allowed[0]!r}"
+
+
+def _attention_faults(content: Mapping[str, Any], *, stock: StockType, longest: object) -> Iterator[str]:
+    """Windows that attention would see; one that the longest sequence fits into changes nothing."""
     # A width that is not in use is written out all the same by some files.
-    if content.get("sliding_window") is not None and content.get("use_sliding_window", True):
-        yield f"sliding_window={content['sliding_window']!r} is not available, only None"
+    window = content.get("sliding_window", stock.window) if content.get("use_sliding_window", True) else None
+    fits = isinstance(window, int) and isinstance(longest, int) and window >= longest
+    if window is not None and not fits:
+        yield (
+            f"sliding_window={window!r} is not available, only None or what no sequence is longer than "
+            f"(max_position_embeddings={longest!r}; --config_overrides can lower it)"
+        )
+    kinds = content.get("layer_types")
+    if kinds is not None and set(kinds) - {"full_attention"} and not fits:
+        yield f"layer_types={kinds!r} is not available, only full_attention"
 
 
 def _name_faults(named: Mapping[str, Any], *, stock: StockType) -> Iterator[str]:
     """Settings nobody knows, two spellings of one that differ, and those that the type does not have."""
     for key, value in named.items():
         ours = stock.renamed.get(key, key)
-        if ours not in RULES:
+        if ours not in RULES or ours in stock.lacks:
             yield f"{key} is unknown"
         elif key != ours and named.get(ours, value) != value:
             yield f"{key}={value!r} and {ours}={named[ours]!r} name the same setting"
@@ -176,7 +239,13 @@ def _name_faults(named: Mapping[str, Any], *, stock: StockType) -> Iterator[str]
 
 
 def _rope_faults(content: Mapping[str, Any]) -> Iterator[str]:
-    rope, theta = content.get("rope_parameters"), content.get("rope_theta")
+    rope, theta, scaling = content.get("rope_parameters"), content.get("rope_theta"), content.get("rope_scaling")
+    if scaling is not None and not isinstance(scaling, Mapping):
+        yield f"rope_scaling={scaling!r} must be an object with rope_type and its factors"
+    elif scaling is not None and not {"type", "rope_type"} & scaling.keys():
+        yield f"rope_scaling={scaling!r} names no rope_type"
+    elif scaling is not None and rope is not None:
+        yield "rope_scaling and rope_parameters name the same setting; keep one"
     inside = rope.get("rope_theta") if isinstance(rope, Mapping) else None
     if theta is not None and inside is not None and inside != theta:
         yield f"rope_theta={theta!r} and rope_parameters with rope_theta={inside!r} name the same setting"

@@ -1,0 +1,1 @@
+"""Models of the Hugging Face world: read into any layout, upcycled, exported, downloaded, uploaded."""

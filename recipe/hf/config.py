@@ -1,0 +1,129 @@
+"""The configuration files of a Hugging Face folder: a stock type's where one fits, else ours with its code."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import modeling
+from modeling.config import GatherMoeConfig
+from modeling.hf_keys import STOCK_TYPES, stock_type
+
+NATIVE = "gather_moe"
+AUTO_MAP = {
+    "AutoConfig": "config.GatherMoeConfig",
+    "AutoModel": "model.GatherMoeModel",
+    "AutoModelForCausalLM": "model.GatherMoeForCausalLM",
+}
+# Used by our training only; what travels with a checkpoint is the model.
+STAYS_HOME = ("__init__.py", "build.py", "init.py", "shard_table.py", "sharding.py")
+
+
+class SpecialTokens(NamedTuple):
+    """Token ids that generation needs; None where the tokenizer has none."""
+
+    bos: int | None
+    eos: int | None
+    pad: int | None
+
+
+def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
+    """The model type to write for --hf_format; ValueError where a stock type cannot express the configuration."""
+    best = stock_type(config)
+    if hf_format == "auto":
+        return best
+    if hf_format == "native":
+        return NATIVE
+    if hf_format not in STOCK_TYPES:
+        raise ValueError(f"hf_format={hf_format!r} is not known; choose one of {['auto', 'native', *STOCK_TYPES]}")
+    if hf_format != best:
+        raise ValueError(
+            f"hf_format={hf_format!r} cannot express this model (qk_norm={config.qk_norm!r}, "
+            f"norm_topk_prob={config.norm_topk_prob}, clip_qkv={config.clip_qkv}, "
+            f"{len(config.dense_layers)} dense layers, score_function={config.score_function!r}, "
+            f"routed_scaling_factor={config.routed_scaling_factor}, router_bias={config.router_bias}); "
+            f"it is a {best!r}, which --hf_format auto writes"
+        )
+    return hf_format
+
+
+def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens: SpecialTokens) -> dict[str, Any]:
+    """What config.json holds for `model_type`."""
+    common: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "max_position_embeddings": config.max_position_embeddings,
+        "initializer_range": config.initializer_range,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": config.rope_parameters,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_dropout": config.attention_dropout,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+        "use_cache": True,
+        # True would add the balance loss to the loss of an evaluation, too.
+        "output_router_logits": False,
+        "bos_token_id": tokens.bos,
+        "eos_token_id": tokens.eos,
+        "pad_token_id": tokens.pad,
+        "dtype": dtype,
+    }
+    if model_type == NATIVE:
+        values = {**config.to_diff_dict(), **common, "auto_map": AUTO_MAP, "architectures": ["GatherMoeForCausalLM"]}
+        values |= {"experts_backend": "auto", "strategy": "gather_tokens", "resident_experts": 0}
+    else:
+        values = _stock_dict(config, model_type, common)
+    # Readers that are older than transformers 5 look for these names.
+    rope = config.rope_parameters
+    assert rope is not None
+    values |= {"torch_dtype": dtype, "num_experts": config.num_experts, "rope_theta": rope["rope_theta"]}
+    return values
+
+
+def write_config_files(folder: Path, *, values: dict[str, Any], tokens: SpecialTokens) -> None:
+    """config.json, generation_config.json and, for our own type, the code that reads them."""
+    _write(folder / "config.json", values)
+    generation = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos, "pad_token_id": tokens.pad}
+    _write(folder / "generation_config.json", {name: value for name, value in generation.items() if value is not None})
+    if values["model_type"] == NATIVE:
+        for source in sorted(Path(modeling.__path__[0]).glob("*.py")):
+            if source.name not in STAYS_HOME:
+                shutil.copyfile(source, folder / source.name)
+
+
+def _stock_dict(config: GatherMoeConfig, model_type: str, common: dict[str, Any]) -> dict[str, Any]:
+    from transformers import CONFIG_MAPPING
+
+    own: dict[str, dict[str, Any]] = {
+        "mixtral": {
+            "intermediate_size": config.moe_intermediate_size,
+            "num_local_experts": config.num_experts,
+            "head_dim": config.head_dim,
+        },
+        "qwen3_moe": {
+            "intermediate_size": config.intermediate_size,
+            "moe_intermediate_size": config.moe_intermediate_size,
+            "num_experts": config.num_experts,
+            "head_dim": config.head_dim,
+            "norm_topk_prob": config.norm_topk_prob,
+            "mlp_only_layers": list(config.mlp_only_layers or ()),
+            "decoder_sparse_step": config.decoder_sparse_step,
+        },
+        "olmoe": {
+            "intermediate_size": config.moe_intermediate_size,
+            "num_experts": config.num_experts,
+            "norm_topk_prob": config.norm_topk_prob,
+            "clip_qkv": config.clip_qkv,
+        },
+    }
+    architectures = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
+    stock = CONFIG_MAPPING[model_type](**common, **own[model_type])
+    names = [architectures[model_type] + "ForCausalLM"]
+    return {**stock.to_diff_dict(), **common, **own[model_type], "model_type": model_type, "architectures": names}
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,74 @@
+"""The hf/ folder of a checkpoint: configuration, weights, tokenizer, ready for AutoModel."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from recipe.checkpoint.agreement import on_first
+from recipe.checkpoint.files import Files, WriteNow, complete
+from recipe.engine import Engine
+from recipe.hf.config import SpecialTokens, choose_type, config_dict, write_config_files
+from recipe.hf.model_card import TrainingFacts, write_model_card
+from recipe.hf.weights import WeightSource, write_weights
+from recipe.ranks import Ranks
+from recipe.state.native import full_precision_shard
+
+FOLDER = "hf"
+
+
+class ExportOptions(NamedTuple):
+    """hf_format as --hf_format has it; dtype of all weights, taken from the float32 master copies.
+
+    With `facts` of the training there is a model card, too.
+    """
+
+    hf_format: str
+    dtype: torch.dtype
+    facts: TrainingFacts | None = None
+
+
+def opening_code(folder: Path) -> str:
+    """The Python expression that opens an exported folder from anywhere; a native one brings its code along."""
+    brings_code = "auto_map" in json.loads((folder / "config.json").read_text())
+    trust = ", trust_remote_code=True" if brings_code else ""
+    return f"AutoModelForCausalLM.from_pretrained('{folder}'{trust})"
+
+
+def export_hugging_face(
+    engine: Engine,
+    folder: Path,
+    *,
+    tokenizer: Any,
+    options: ExportOptions,
+    ranks: Ranks,
+    files: Files | None = None,
+) -> str:
+    """Write everything AutoModel needs into `folder`; returns the model type. Collective over the whole world.
+
+    The weights are written and checked by way of `files` where these are given, else before this returns.
+
+    ValueError where --hf_format names a type that cannot express the model. What writing and checking raises is said
+    at `write_weights`.
+    """
+    config = engine.model.config
+    model_type = choose_type(config, hf_format=options.hf_format)
+    tokens = SpecialTokens(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+    def write_small_files() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        dtype = str(options.dtype).removeprefix("torch.")
+        values = config_dict(config, model_type=model_type, dtype=dtype, tokens=tokens)
+        write_config_files(folder, values=values, tokens=tokens)
+        tokenizer.save_pretrained(folder)
+        if options.facts is not None:
+            write_model_card(folder, config=values, facts=options.facts)
+
+    on_first(write_small_files, ranks=ranks)
+    source = WeightSource(model=engine.model, config=config, mesh=engine.mesh, read=full_precision_shard)
+    sink = WriteNow() if files is None else files
+    write_weights(folder, source=source, model_type=model_type, dtype=options.dtype, files=sink)
+    if files is None:
+        complete(sink, ranks=ranks)
+    return model_type

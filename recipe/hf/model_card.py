@@ -1,0 +1,126 @@
+"""The model card of an exported folder, README.md: where the model comes from, how it was trained, how to open it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from recipe.settings.flags import Arguments
+from recipe.settings.model_source import is_on_hub
+
+CARD_NAME = "README.md"
+LIBRARY, TAGS = "transformers", ("mixture-of-experts", "gather-moe")
+
+
+class TrainingFacts(NamedTuple):
+    """What a card says of the run so far: the losses in nats per token are the last known ones, None where none is.
+
+    layout  the ranks and what they share, in words
+    """
+
+    arguments: Arguments
+    layout: str
+    step: int
+    tokens: int
+    loss: float | None = None
+    eval_loss: float | None = None
+
+
+def write_model_card(folder: Path, *, config: Mapping[str, Any], facts: TrainingFacts) -> None:
+    """Write the card of the model that `config`, the content of its config.json, describes."""
+    (folder / CARD_NAME).write_text(model_card(config, facts=facts), encoding="utf-8")
+
+
+def model_card(config: Mapping[str, Any], *, facts: TrainingFacts) -> str:
+    """Front matter as the hub reads it (license, base model and data set only where they are known), then text."""
+    front = yaml.safe_dump(_front_matter(facts.arguments), sort_keys=False, allow_unicode=True)
+    return "\n".join(["---", front + "---", "", *_text(config, facts=facts), ""])
+
+
+def _front_matter(arguments: Arguments) -> dict[str, Any]:
+    a = arguments
+    values = {
+        "license": a.license,
+        "library_name": LIBRARY,
+        "pipeline_tag": "text-generation",
+        "tags": list(TAGS),
+        "base_model": _hub_name(a.model_name_or_path),
+        "datasets": [a.dataset_name] if _hub_name(a.dataset_name) else None,
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _text(config: Mapping[str, Any], *, facts: TrainingFacts) -> Iterator[str]:
+    arguments = facts.arguments
+    title = arguments.hub_model_id or Path(arguments.output_dir or "model").resolve().name
+    native = "auto_map" in config
+    yield f"# {title}"
+    yield ""
+    yield f"{_kind(config)}, of type `{config['model_type']}`, with weights in {config['dtype']}."
+    yield from _origin(facts)
+    yield from ("", "## Open it", "", "```python")
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    yield ""
+    yield f'name = "{arguments.hub_model_id or "PATH"}"  # where this folder is'
+    # The tokenizer's class is found by way of the configuration, whose code has to be trusted, too.
+    trust = ", trust_remote_code=True" if native else ""
+    yield f"model = AutoModelForCausalLM.from_pretrained(name{trust})"
+    yield f"tokenizer = AutoTokenizer.from_pretrained(name{trust})"
+    yield "```"
+    if native:
+        yield ""
+        yield "No type of transformers says everything this model is, so its code is beside the weights."
+    yield from ("", "## Training", "")
+    yield "Trained with gather-moe, which splits attention and experts over one group of ranks."
+    yield ""
+    yield from _training_table(facts)
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    sizes = f"{config['num_hidden_layers']} layers of width {config['hidden_size']}"
+    if not config["num_experts"]:
+        return f"A language model of {sizes}"
+    return (
+        f"A mixture-of-experts language model of {sizes} and {config['num_experts']} experts, of which each token "
+        f"visits {config['num_experts_per_tok']}"
+    )
+
+
+def _origin(facts: TrainingFacts) -> Iterator[str]:
+    arguments = facts.arguments
+    if arguments.model_name_or_path is None:
+        return
+    base = _hub_name(arguments.model_name_or_path)
+    source = "other weights" if base is None else f"[{base}](https://huggingface.co/{base})"
+    yield ""
+    if arguments.upcycle_num_experts is None:
+        yield f"Trained on from {source}."
+    else:
+        noise = (
+            f" with noise of standard deviation {arguments.upcycle_noise_std}" if arguments.upcycle_noise_std else ""
+        )
+        yield f"Upcycled from {source}: every expert started as a copy of the dense feed-forward{noise}."
+
+
+def _training_table(facts: TrainingFacts) -> Iterator[str]:
+    arguments = facts.arguments
+    rows = {
+        "optimizer steps": f"{facts.step:,}",
+        "tokens": f"{facts.tokens:,}",
+        "sequence length": f"{arguments.block_size:,}",
+        "layout": facts.layout,
+        "seed": str(arguments.seed),
+        "training loss, nats per token": None if facts.loss is None else f"{facts.loss:.4f}",
+        "evaluation loss, nats per token": None if facts.eval_loss is None else f"{facts.eval_loss:.4f}",
+    }
+    yield "| | |"
+    yield "|---|---|"
+    for name, value in rows.items():
+        if value is not None:
+            yield f"| {name} | {value} |"
+
+
+def _hub_name(name: str | None) -> str | None:
+    """The name where it is one of the hub: what exists on this machine under it says nothing to others."""
+    return name if name is not None and is_on_hub(name) else None

@@ -1,0 +1,283 @@
+"""Safetensors that any reader of the model type opens, written by all ranks without any rank holding the whole model.
+
+Experts travel one at a time, each to the rank of the group that writes it; other tensors are gathered one at a time.
+The ranks of the first group write, the others only help ZeRO put a shard together.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from modeling.config import GatherMoeConfig
+from modeling.hf_keys import FileTensor, file_tensors
+from modeling.init import full_shapes, shard_table, stored_tensors
+from modeling.mesh import ParallelMesh
+from modeling.shard_table import Shard, ShardTable
+from modeling.sharding import paste
+from recipe.checkpoint.agreement import on_every
+from recipe.checkpoint.files import Files
+from recipe.ranks import Ranks
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_FILE_BYTES = 2 * 2**30
+SAMPLED_PER_FILE = 2  # tensors read back after writing
+
+
+class WeightSource(NamedTuple):
+    """Where the numbers come from: `read(parameter)` is this rank's shard, whole over ZeRO; collective over dp.
+
+    The routers' biases are no parameters and are taken as they are.
+    """
+
+    model: nn.Module
+    config: GatherMoeConfig
+    mesh: ParallelMesh
+    read: Callable[[nn.Parameter], Tensor]
+
+
+class WrittenFile(NamedTuple):
+    """One file and what is in it: tensor name to shape, and the digests of a few of them."""
+
+    name: str
+    shapes: dict[str, tuple[int, ...]]
+    digests: dict[str, str]
+    num_bytes: int
+
+
+def write_weights(
+    folder: Path,
+    *,
+    source: WeightSource,
+    model_type: str,
+    dtype: torch.dtype,
+    files: Files,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write all weights below `folder` by way of `files`, and check them there. Collective over the whole world.
+
+    All are written in `dtype` but the routers' biases, which stay in float32, as other models' files have them.
+
+    Beside one gathered tensor a rank holds at most one file's tensors, or all of its files' where `files` writes later.
+    Completing `files` raises RanksFailedError, the same on every rank, where a file could not be written, or where the
+    files do not hold exactly the tensors of the model, each with its shape and, for a sample, its very bytes.
+    """
+    table = shard_table(source.config, source.mesh)
+    shapes = full_shapes(source.model, config=source.config, table=table)
+    writer = _FileWriter(folder, rank=source.mesh.rank, max_file_bytes=max_file_bytes, files=files)
+    stored = stored_tensors(source.model)
+    for name, shape in shapes.items():
+        tensor = stored[name]
+        local = source.read(tensor) if isinstance(tensor, nn.Parameter) else tensor
+        if source.mesh.dp_rank == 0:
+            for file_name, whole in _whole_tensors(name, local, shape, source=source, table=table, kind=model_type):
+                writer.add(file_name, whole.to(dtype) if isinstance(tensor, nn.Parameter) else whole)
+    writer.flush()
+    expected = _expected_shapes(shapes, config=source.config, model_type=model_type)
+    files.then(lambda ranks: _name_and_check(folder, writer.written, expected=expected, ranks=ranks))
+
+
+def _name_and_check(
+    folder: Path, mine: list[WrittenFile], *, expected: dict[str, tuple[int, ...]], ranks: Ranks
+) -> None:
+    """Give all ranks' files their final names, write the index, and read everything back. Collective."""
+    by_rank: list[list[WrittenFile]] = ranks.gather(mine)
+    written = [file for files in by_rank for file in files]
+    final = [file._replace(name=name) for file, name in zip(written, _final_names(len(written)), strict=True)]
+
+    def rename() -> None:
+        for old, new in zip(written, final, strict=True):
+            if old in mine:
+                (folder / old.name).rename(folder / new.name)
+
+    def check() -> None:
+        if ranks.rank == 0:
+            _write_index(folder, final)
+            _check_names(final, expected)
+        for file in final[ranks.rank :: ranks.world_size]:
+            _check_file(folder / file.name, file)
+
+    on_every(rename, ranks=ranks)
+    on_every(check, ranks=ranks)
+
+
+def _whole_tensors(
+    name: str, local: Tensor, shape: tuple[int, ...], *, source: WeightSource, table: ShardTable, kind: str
+) -> Iterator[tuple[str, Tensor]]:
+    """The file tensors of one parameter that this rank has to write. Collective over the group."""
+    mesh = source.mesh
+    targets = file_tensors(name, num_experts=source.config.num_experts, model_type=kind)
+    shards = [table.shard(name, shape, group_rank=rank) for rank in range(mesh.layout.tp)]
+    if targets[0].expert is None:
+        writer = _writer_of(name, mesh)
+        whole = _gather(local, shards, mesh=mesh, writer=writer)
+        if whole is not None:
+            yield targets[0].name, whole
+        return
+    first_expert = shards[mesh.group_rank].ranges[0][0][0]
+    for expert in range(shape[0]):
+        holders = [rank for rank, shard in enumerate(shards) if shard.ranges[0][0][0] <= expert < shard.ranges[0][0][1]]
+        # One of its holders writes an expert, so that a whole expert never travels.
+        writer = holders[expert % len(holders)]
+        part = local[expert - first_expert] if mesh.group_rank in holders else None
+        whole = _gather_expert(part, shards, holders=holders, mesh=mesh, writer=writer)
+        if whole is not None:
+            yield from _file_parts(targets, expert, whole)
+
+
+def _file_parts(targets: Iterable[FileTensor], expert: int, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+    for target in targets:
+        if target.expert == expert:
+            yield target.name, whole if target.half is None else whole.chunk(2, dim=0)[target.half]
+
+
+def _writer_of(name: str, mesh: ParallelMesh) -> int:
+    """Spread the dense tensors over the group, the same way on every rank."""
+    return int(hashlib.blake2b(name.encode(), digest_size=4).hexdigest(), 16) % mesh.layout.tp
+
+
+def _gather(local: Tensor, shards: list[Shard], *, mesh: ParallelMesh, writer: int) -> Tensor | None:
+    """The whole tensor on the writing rank of the group, None on the others."""
+    if mesh.group is None or shards[0].is_replicated:
+        return local if mesh.group_rank == writer else None
+    return _gather_from(local, shards, range(mesh.layout.tp), mesh=mesh, writer=writer)
+
+
+def _gather_expert(
+    part: Tensor | None, shards: list[Shard], *, holders: list[int], mesh: ParallelMesh, writer: int
+) -> Tensor | None:
+    """One expert, [2F, D] or [D, F], on the writing rank; `part` is this rank's slice of it, if it has one."""
+    if part is None:
+        return None
+    slices = [
+        Shard(
+            ranges=shard.ranges[1:],
+            shape=shard.shape[1:],
+            full_shape=shard.full_shape[1:],
+            replica=shard.replica,
+            num_replicas=shard.num_replicas,
+            partial_gradient=False,
+            is_replicated=False,
+        )
+        for shard in shards
+    ]
+    if len(holders) == 1:
+        return part
+    return _gather_from(part, slices, holders, mesh=mesh, writer=writer)
+
+
+def _gather_from(
+    local: Tensor, shards: list[Shard], holders: Iterable[int], *, mesh: ParallelMesh, writer: int
+) -> Tensor | None:
+    """Send to the writer, point to point: the holders may be a part of the group."""
+    first = mesh.dp_rank * mesh.layout.tp  # global rank of the group's first
+    if mesh.group_rank != writer:
+        dist.send(local.contiguous(), dst=first + writer, group=mesh.group)
+        return None
+    whole = local.new_zeros(shards[writer].full_shape)
+    for holder in holders:  # one part after the other, so that never all of them are here beside the whole
+        part = local
+        if holder != writer:
+            part = torch.empty(shards[holder].shape, dtype=local.dtype, device=local.device)
+            dist.recv(part, src=first + holder, group=mesh.group)
+        paste(whole, part, shards[holder])
+    return whole
+
+
+class _FileWriter:
+    """Collects tensors and gives a file to `files` whenever enough have come together; `written` are those written."""
+
+    def __init__(self, folder: Path, *, rank: int, max_file_bytes: int, files: Files) -> None:
+        self._folder, self._rank, self._max_file_bytes, self._files = folder, rank, max_file_bytes, files
+        self._tensors: dict[str, Tensor] = {}
+        self._num_bytes = self._num_files = 0
+        self.written: list[WrittenFile] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if self._tensors and self._num_bytes + num_bytes > self._max_file_bytes:
+            self.flush()
+        # A copy, since a view of a larger tensor would keep or even write all of it.
+        self._tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        self._num_bytes += num_bytes
+
+    def flush(self) -> None:
+        """Give what has come together since the last file."""
+        if not self._tensors:
+            return
+        name = f"part-{self._rank:05d}-{self._num_files:05d}.safetensors"
+        self._files.write(self._folder / name, partial(self._write, self._tensors))
+        self._num_files += 1
+        self._tensors, self._num_bytes = {}, 0
+
+    def _write(self, tensors: dict[str, Tensor], path: Path) -> None:
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path.name}: {error}") from error
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        sample = list(tensors)[:: max(1, len(tensors) // SAMPLED_PER_FILE)][:SAMPLED_PER_FILE]
+        digests = {key: _digest(tensors[key]) for key in sample}
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self.written.append(WrittenFile(path.name, shapes, digests, num_bytes))
+
+
+def _final_names(num_files: int) -> list[str]:
+    if num_files == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)]
+
+
+def _write_index(folder: Path, files: list[WrittenFile]) -> None:
+    if len(files) == 1:
+        return
+    weight_map = {name: file.name for file in files for name in file.shapes}
+    total_size = sum(file.num_bytes for file in files)
+    index: dict[str, Any] = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _expected_shapes(
+    shapes: dict[str, tuple[int, ...]], *, config: GatherMoeConfig, model_type: str
+) -> dict[str, tuple[int, ...]]:
+    expected = {}
+    for name, shape in shapes.items():
+        for target in file_tensors(name, num_experts=config.num_experts, model_type=model_type):
+            inner = shape if target.expert is None else shape[1:]
+            expected[target.name] = inner if target.half is None else (inner[0] // 2, *inner[1:])
+    return expected
+
+
+def _check_names(files: list[WrittenFile], expected: dict[str, tuple[int, ...]]) -> None:
+    found = {name: shape for file in files for name, shape in file.shapes.items()}
+    num_written = sum(len(file.shapes) for file in files)
+    missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    misshapen = sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])
+    if missing or unexpected or misshapen or num_written != len(expected):
+        raise RuntimeError(
+            f"the exported weights are wrong: {num_written} tensors written for {len(expected)}; "
+            f"missing {missing[:5]}, unexpected {unexpected[:5]}, of another shape {misshapen[:5]}"
+        )
+
+
+def _check_file(path: Path, file: WrittenFile) -> None:
+    """Read back: every tensor is there with its shape, none is empty, and the sampled ones are the same bytes."""
+    with safe_open(path, framework="pt") as reader:
+        shapes = {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+        if shapes != file.shapes or any(0 in shape for shape in shapes.values()):
+            raise RuntimeError(f"{path} does not hold what was written to it, or holds an empty tensor")
+        for name, digest in file.digests.items():
+            if _digest(reader.get_tensor(name)) != digest:
+                raise RuntimeError(f"{path}: the tensor {name} was read back with other bytes than were written")
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.contiguous().flatten().view(torch.uint8).numpy().data, digest_size=16).hexdigest()
