@@ -21,6 +21,7 @@ from recipe.launch.start import (
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.ds_config import WorldInfo, load_ds_config, resolve_config
 from recipe.settings.model import read_model, sizes_of
+from recipe.stop import STOPPED
 
 if TYPE_CHECKING:
     from recipe.loop import TrainingLoop, TrainResults
@@ -34,6 +35,7 @@ Say = Callable[[str], None]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code. What the user can mend ends in one message, everything else in a traceback."""
+    from recipe.hf.upload import push_to_hub
     from recipe.launch.rendezvous import RendezvousError
     from recipe.launch.shared_memory import SharedMemoryError
 
@@ -54,11 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fail(error, rank=rank)
         try:
             results = loop.train()
+            if rank == 0:
+                report(results, loop)
+            if loop.run.repository is not None and results.hf_folder is not None and not results.stopped:
+                ranks = loop.run.ranks
+                push_to_hub(loop.run.repository, folder=results.hf_folder, step=results.steps, ranks=ranks, say=say)
         except CheckpointError as error:
             return fail(error, rank=rank)
-        if rank == 0:
-            report(results, loop)
-    return 0
+        # The launcher ends all ranks as soon as one has ended.
+        loop.run.ranks.barrier()
+    return STOPPED if results.stopped else 0
 
 
 def read_request(argv: Sequence[str] | None) -> "Request":
@@ -103,6 +110,7 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     from modeling.mesh import build_mesh
     from recipe.checkpoint.find import find_checkpoint
     from recipe.checkpoint.run_folder import claim_run_folder
+    from recipe.disk_room import check_disk_room
     from recipe.loop import TrainingLoop
     from recipe.prepare import prepare_engine, prepare_run
     from recipe.ranks import TorchRanks
@@ -121,6 +129,7 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     checkpoint = find_checkpoint(folder.checkpoints, resume=resume, ranks=ranks, say=say)
     run = prepare_run(request, mesh=mesh, ranks=ranks, folder=folder, say=say)
     engine = prepare_engine(run)
+    check_disk_room(run, engine, checkpoint=checkpoint)
     folder.discard_old_run(ranks=ranks, say=say)  # not before the new one is known to start
     if ranks.rank == 0:
         write_json(output_dir / "run.json", describe_run(run))
@@ -129,7 +138,7 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
 
 def report(results: "TrainResults", loop: "TrainingLoop") -> None:
     """The last lines: how good the model is, against what, and the one line that opens it."""
-    from recipe.checkpoint.hugging_face import opening_code
+    from recipe.hf.export import opening_code
     from recipe.loop import results_dict
     from recipe.records import write_json
 
@@ -141,6 +150,9 @@ def report(results: "TrainResults", loop: "TrainingLoop") -> None:
             f"final eval loss {results.evaluation.eval_loss:.4f} nats per token; "
             f"guessing by token frequency alone: {entropy:.4f}"
         )
+    if results.stopped:
+        print_line(f"{results.checkpoint} is of step {results.steps}; go on with --resume_from_checkpoint auto")
+        return
     if results.hf_folder is not None:
         print_line("open it with:")
         code = f"from transformers import AutoModelForCausalLM; print({opening_code(results.hf_folder)})"

@@ -203,7 +203,7 @@ def start_ours(folder: Path, row: Row, dtype: Any) -> Step:
     from modeling.config import GatherMoeConfig
     from modeling.layout import ParallelLayout
     from modeling.mesh import build_mesh
-    from recipe.checkpoint.hf_load import load_weights
+    from recipe.hf.load import load_weights
 
     size = dist.get_world_size()
     # Slices of every expert where the strategy allows: all ranks do the same work, whatever the routing is.

@@ -6,6 +6,7 @@ checkpoints no other file imports deepspeed.
 """
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,26 @@ def tag_parameters(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelM
             model.get_parameter(name).tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Train no parameter in whose name one of these regular expressions is found; before the optimizer is built.
+
+    Raises ValueError for a pattern that is no regular expression or is found in no name.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        try:
+            found = [name for name in names if re.search(pattern, name)]
+        except re.error as error:
+            raise ValueError(f"freeze_parameters: {pattern!r} is not a regular expression: {error}") from None
+        if not found:
+            raise ValueError(
+                f"freeze_parameters: {pattern!r} is found in none of the {len(names)} parameters' names, which are "
+                f"like {names[len(names) // 2]}"
+            )
+        for name in found:
+            model.get_parameter(name).requires_grad_(False)
+
+
 def build_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
     """AdamW over all trainable parameters, weight decay on matrices alone; ValueError if there are none."""
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -135,13 +156,15 @@ class Engine:
         self.mesh = model.mesh
         tag_parameters(model, config=model.config, mesh=self.mesh)
         if not deepspeed.comm.is_initialized():
-            _join_communication()
+            join_communication()
         self.ds, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, mpu=Mpu(self.mesh), config=ds_config, dist_init_required=False
         )
         self._seed = seed
         self._choices: Tensor | None = None  # [L_moe, E] of the accumulated micro-batches, for the routers' biases
         self._loads: Tensor | None = None  # [L_moe, E] of the step before, which the next one's copies are chosen by
+        self.tokens_read = 0  # of the stream, by all groups in all steps so far, resumed ones included
+        self._step_tokens = 0
         self.accumulation = int(ds_config.get("gradient_accumulation_steps", 1))
 
     @property
@@ -171,6 +194,7 @@ class Engine:
                 f"{len(micro_batches)} micro-batches were given, but gradient_accumulation_steps={self.accumulation}"
             )
         self.ds.train()
+        self._step_tokens = sum(m.input_ids.numel() for m in micro_batches) * self.mesh.layout.dp
         self._fill_copies()
         sums: list[TokenSums] = []
         choices = None
@@ -204,6 +228,7 @@ class Engine:
             group["lr"] = learning_rate
         plain_norm, skipped_before = self._plain_gradient_norm(), self.skipped_steps
         self.ds.step()
+        self.tokens_read, self._step_tokens = self.tokens_read + self._step_tokens, 0
         for experts in self.experts_with_copies():
             experts.drop_copies()
         choices_LE, self._choices = self._choices, None
@@ -266,8 +291,8 @@ class Engine:
         """Of the step's micro-batch `index`, by the place of its tokens in the stream that all groups read."""
         if not self.model.config.router_jitter_noise:
             return None
-        parts_before = (self.ds.global_steps * self.accumulation + index) * self.mesh.layout.dp + self.mesh.dp_rank
-        return NoiseOrigin(self._seed, parts_before * micro_batch.input_ids.numel())
+        parts_before = index * self.mesh.layout.dp + self.mesh.dp_rank
+        return NoiseOrigin(self._seed, self.tokens_read + parts_before * micro_batch.input_ids.numel())
 
     @torch.no_grad()
     def _move_router_biases(self, choices_LE: Tensor) -> None:
@@ -299,7 +324,7 @@ class Engine:
         return math.sqrt(square.item())
 
 
-def _join_communication() -> None:
+def join_communication() -> None:
     """Let DeepSpeed use the process group that is already there.
 
     On CPU without its shared-memory all-reduce: it would be compiled for half a minute, needs a compiler, leaves

@@ -1,6 +1,7 @@
 """The training loop: steps, log lines, evaluations and checkpoints, from any checkpointed step to the last one."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,20 +9,24 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from modeling.placement import place_experts
-from recipe.checkpoint.agreement import on_every
-from recipe.checkpoint.commit import write_checkpoint
+from recipe.checkpoint.agreement import on_every, on_first
+from recipe.checkpoint.background import open_saver
+from recipe.checkpoint.commit import Save
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
 from recipe.checkpoint.expert_counts import read_expert_counts, write_expert_counts
+from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.folders import LATEST
-from recipe.checkpoint.hugging_face import FOLDER, ExportOptions, export_hugging_face
-from recipe.checkpoint.native import load_native, save_native
 from recipe.data.batches import evaluation_batches
 from recipe.data.check_batches import check_batches
 from recipe.data.loader import LoaderOptions, Step, StepLoader
 from recipe.data.together import on_every_rank
+from recipe.disk_room import estimate_checkpoint
 from recipe.engine import Engine
-from recipe.flops import find_peak, sum_squared_lengths
+from recipe.flops import find_peak
+from recipe.hf.export import FOLDER, ExportOptions, export_hugging_face
+from recipe.hf.model_card import TrainingFacts
+from recipe.launch.processes import find_deepspeed_command
 from recipe.metrics import (
     EvalRecord,
     StepMeter,
@@ -36,12 +41,18 @@ from recipe.metrics import (
 from recipe.move_experts import move_experts
 from recipe.records import MetricsWriter, ProgressBar, describe_evaluation
 from recipe.replicas import check_replicas
-from recipe.run import Run, check_resumable, checkpoint_details, pick_dtype
+from recipe.run import Run, check_resumable, checkpoint_details, merge_rank_states, pick_dtype
 from recipe.settings.schedule import learning_rate_at
+from recipe.state.elastic import resume_training
+from recipe.state.native import save_native
+from recipe.stop import StopSignal
 
 
 class TrainResults(NamedTuple):
-    """What the last lines of a run report. `hf_folder` is None where no Hugging Face weights were written."""
+    """What the last lines of a run report. `hf_folder` is None where no Hugging Face weights were written.
+
+    `stopped`: a signal ended training before its last step or its last evaluation; the checkpoint is of that step.
+    """
 
     steps: int
     tokens: int
@@ -49,6 +60,7 @@ class TrainResults(NamedTuple):
     evaluation: EvalRecord | None
     checkpoint: Path
     hf_folder: Path | None
+    stopped: bool
 
 
 class TrainingLoop:
@@ -62,9 +74,18 @@ class TrainingLoop:
         self._expert_counts: Tensor | None = None  # [L_moe, E] of this group since the last checkpoint
         self._last: StepRecord | None = None
         self._evaluation: EvalRecord | None = None
+        self._stop = StopSignal(run.ranks, command=find_deepspeed_command())
         if checkpoint is not None:
             check_resumable(run, checkpoint)
-            state = load_native(engine, checkpoint.folder)
+            state = resume_training(
+                engine,
+                checkpoint,
+                details=checkpoint_details(run, position=0),
+                seed=run.arguments.seed,
+                merge=partial(merge_rank_states, dp_rank=run.mesh.dp_rank),
+                ranks=run.ranks,
+                say=run.say,
+            )
             self._meter.restore(state["meter"], device=engine.ds.device)
             self._already_s = state["elapsed_s"]
             engine.restore_loads(state["loads"])
@@ -80,37 +101,43 @@ class TrainingLoop:
         run.say(f"MFU is relative to {self._peak_flops_per_s / 1e12:.3f} TFLOP/s ({peak.source}, all ranks)")
 
     def train(self) -> TrainResults:
-        """Run to the last step, evaluate, and save."""
-        run, arguments = self.run, self.run.arguments
-        max_steps = run.settings.schedule.max_steps
+        """Run to the last step, evaluate, and save; or, after SIGTERM to any rank, to the end of a step, and save."""
+        max_steps = self.run.settings.schedule.max_steps
         assert max_steps is not None
-        is_first = run.ranks.rank == 0
-        bar = ProgressBar(max_steps, first_step=self._step, show=is_first, say=run.say)
+        bar = ProgressBar(max_steps, first_step=self._step, show=self.run.ranks.rank == 0, say=self.run.say)
         writer = self._writer
         steps = self._loader(bar).steps(self._position)
         self._clock = TrainingClock(already_s=self._already_s)
+        self._size = estimate_checkpoint(self.run, self._engine)
         try:
-            first = True
-            while self._step < max_steps:
-                step = next(steps)
-                if first:
-                    check_batches(step.micro_batches, ranks=run.ranks, tp=run.mesh.layout.tp)
-                    first = False
-                grad_norm = self._take(step, bar)
-                bar.advance()
-                if self._step % arguments.logging_steps == 0 or self._step == max_steps:
-                    self._last = self._log(grad_norm)
-                    bar.show(self._last)
-                    if writer is not None:
-                        writer.write(self._last)
-                self._between_steps(bar, writer, is_last=self._step == max_steps)
-            self._finish(bar, writer)
+            with self._stop, open_saver(self.run.ranks, background=self.run.arguments.async_save) as self._saver:
+                self._go_through(steps, bar, writer, max_steps=max_steps)
+                self._finish(bar, writer)
         finally:
             steps.close()  # type: ignore[attr-defined]
             bar.close()
             if writer is not None:
                 writer.close()
         return self._results()
+
+    def _go_through(
+        self, steps: Iterator[Step], bar: ProgressBar, writer: MetricsWriter | None, *, max_steps: int
+    ) -> None:
+        """Take steps up to the last one, or until the ranks agree to stop."""
+        run, first = self.run, True
+        while self._step < max_steps and not self._stop.agreed:
+            step = next(steps)
+            if first:
+                check_batches(step.micro_batches, ranks=run.ranks, tp=run.mesh.layout.tp)
+                first = False
+            grad_norm = self._take(step, bar)
+            bar.advance()
+            if self._step % run.arguments.logging_steps == 0 or self._step == max_steps:
+                self._last = self._log(grad_norm)
+                bar.show(self._last)
+                if writer is not None:
+                    writer.write(self._last)
+            self._between_steps(bar, writer, is_last=self._step == max_steps)
 
     def _take(self, step: Step, bar: ProgressBar) -> float:
         """One optimizer step."""
@@ -123,14 +150,11 @@ class TrainingLoop:
         self._position = step.position
         counts_LE = sums.expert_counts.double()
         self._expert_counts = counts_LE if self._expert_counts is None else self._expert_counts + counts_LE
-        block_size = run.settings.block_size
         self._meter.add(
             sums,
             num_targets=sum(batch.num_targets for batch in step.micro_batches),
-            num_tokens=sum(batch.input_ids.numel() for batch in step.micro_batches),
-            squared_lengths=sum(
-                sum_squared_lengths(batch.document_starts, block_size=block_size) for batch in step.micro_batches
-            ),
+            num_tokens=sum(batch.num_tokens for batch in step.micro_batches),
+            squared_lengths=sum(batch.squared_lengths for batch in step.micro_batches),
         )
         if counts.num_targets == 0:
             bar.say(f"step {self._step}: an empty step, no token of its batch has a target")
@@ -170,6 +194,8 @@ class TrainingLoop:
     def _between_steps(self, bar: ProgressBar, writer: MetricsWriter | None, *, is_last: bool) -> None:
         """What is due after a step that is not the last one."""
         arguments = self.run.arguments
+        if self._stop.ask():
+            return
         if _is_due(self._step, every=arguments.check_replicas_steps):
             check_replicas(self._engine, self.run.ranks)
         if is_last:
@@ -177,15 +203,25 @@ class TrainingLoop:
         with self._clock.paused():
             if _is_due(self._step, every=arguments.eval_steps):
                 self._evaluate(bar, writer)
-            if _is_due(self._step, every=arguments.save_steps):
+            if not self._stop.agreed and _is_due(self._step, every=arguments.save_steps):
                 self._save(is_last=False)
+                self._stop.ask()  # saving may have taken long
 
     def _finish(self, bar: ProgressBar, writer: MetricsWriter | None) -> None:
-        self._evaluate(bar, writer)
-        saved = self.run.folder.checkpoints / f"step-{self._step}"
+        """Evaluate, unless the run is stopped, and save what has not been saved."""
+        run = self.run
+        if not self._stop.agreed:
+            self._evaluate(bar, writer)
+        if self._stop.agreed:
+            bar.say(f"told to stop: saving step {self._step}, then leaving")
+        is_last = not self._stop.agreed
+        self._saver.wait()
+        saved = run.folder.checkpoints / f"step-{self._step}"
+        wants_hf = is_last and run.arguments.hf_save != "never"
         # A run that was already complete when it was resumed may have nothing new to save.
-        if not saved.is_dir() or (self.run.arguments.hf_save != "never" and not (saved / FOLDER).is_dir()):
-            self._save(is_last=True)
+        lacking = on_first(lambda: not saved.is_dir() or (wants_hf and not (saved / FOLDER).is_dir()), ranks=run.ranks)
+        if lacking:
+            self._save(is_last=is_last)
 
     def _evaluate(self, bar: ProgressBar, writer: MetricsWriter | None) -> None:
         run, layout = self.run, self.run.mesh.layout
@@ -195,7 +231,9 @@ class TrainingLoop:
             return
         num_sequences = run.arguments.per_device_eval_batch_size or run.settings.num_sequences
         batches = evaluation_batches(blocks, num_sequences=num_sequences, dp=layout.dp, dp_rank=run.mesh.dp_rank)
-        result = self._engine.evaluate(batches)
+        result = self._engine.evaluate(self._stop.until(batches))
+        if self._stop.agreed:
+            return
         self._evaluation = make_eval_record(result.nll, num_targets=result.num_targets, step=self._step)
         bar.say(describe_evaluation(self._evaluation))
         if writer is not None:
@@ -204,17 +242,17 @@ class TrainingLoop:
     def _save(self, *, is_last: bool) -> None:
         run, arguments = self.run, self.run.arguments
         with_hf = arguments.hf_save == "every" or (arguments.hf_save == "last" and is_last)
-        write_checkpoint(
-            run.folder.checkpoints,
+        save = Save(
+            root=run.folder.checkpoints,
             step=self._step,
-            ranks=run.ranks,
-            write=partial(self._write_files, with_hf=with_hf),
             keep=arguments.save_total_limit,
             details=checkpoint_details(run, position=self._position),
+            expected_bytes=self._size.total_bytes(with_hf=with_hf),
         )
+        self._saver.save(save, write=partial(self._write_files, with_hf=with_hf))
         self._expert_counts, self._saved_step = None, self._step
 
-    def _write_files(self, folder: Path, *, with_hf: bool) -> None:
+    def _write_files(self, folder: Path, files: Files, *, with_hf: bool) -> None:
         run = self.run
         rank_state = {
             "meter": self._meter.state(),
@@ -225,7 +263,7 @@ class TrainingLoop:
         expert_counts = self._gather_expert_counts()
 
         def write() -> None:
-            save_native(self._engine, folder, rank_state=rank_state)
+            save_native(self._engine, folder, rank_state=rank_state, files=files)
             if expert_counts and run.ranks.rank == 0:
                 write_expert_counts(folder, expert_counts, first_step=steps[0], last_step=steps[1])
 
@@ -233,10 +271,27 @@ class TrainingLoop:
         on_every(write, ranks=run.ranks)
         if with_hf:
             dtype = pick_dtype(run.arguments.hf_dtype, precision=run.settings.precision)
-            options = ExportOptions(run.arguments.hf_format, dtype)
+            options = ExportOptions(run.arguments.hf_format, dtype, facts=self._facts())
             export_hugging_face(
-                self._engine, folder / FOLDER, tokenizer=run.data.tokenizer, options=options, ranks=run.ranks
+                self._engine,
+                folder / FOLDER,
+                tokenizer=run.data.tokenizer,
+                options=options,
+                ranks=run.ranks,
+                files=files,
             )
+
+    def _facts(self) -> TrainingFacts:
+        """What the model card of a checkpoint says of the run so far."""
+        run = self.run
+        return TrainingFacts(
+            arguments=run.arguments,
+            layout=f"{run.mesh.layout}, ZeRO-{run.settings.zero_stage}, {run.settings.precision}",
+            step=self._step,
+            tokens=self._position * run.settings.block_size,
+            loss=None if self._last is None else self._last.loss,
+            eval_loss=None if self._evaluation is None else self._evaluation.eval_loss,
+        )
 
     def _gather_expert_counts(self) -> list[list[float]]:
         """Per MoE layer and expert, over all ranks since the last checkpoint; nothing without layers or steps."""
@@ -282,6 +337,7 @@ class TrainingLoop:
             evaluation=self._evaluation,
             checkpoint=latest,
             hf_folder=hf_folder if hf_folder.is_dir() else None,
+            stopped=self._stop.agreed,
         )
 
 
@@ -289,6 +345,7 @@ def results_dict(results: TrainResults, run: Run) -> dict[str, Any]:
     """The content of train_results.json."""
     return {
         "steps": results.steps,
+        "stopped": results.stopped,
         "tokens": results.tokens,
         "train": None if results.last is None else results.last.as_dict(),
         "evaluation": None if results.evaluation is None else results.evaluation.as_dict(),

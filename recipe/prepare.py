@@ -4,30 +4,41 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils.tqdm import disable_progress_bars
 from transformers.utils.logging import set_verbosity
 
 from modeling.build import build_model
 from modeling.config import GatherMoeConfig
 from modeling.mesh import ParallelMesh
-from recipe.checkpoint.hf_config import choose_type
-from recipe.checkpoint.hf_load import load_weights
+from modeling.model import GatherMoeForCausalLM
 from recipe.checkpoint.run_folder import RunFolder
 from recipe.data.options import DataOptions, option_faults
 from recipe.data.prepare import PreparedData, prepare_data
-from recipe.engine import Engine, build_optimizer
+from recipe.data.together import on_every_rank, on_first_rank
+from recipe.engine import Engine, build_optimizer, freeze_parameters
 from recipe.graphs import CudaCapture, install_graphs
+from recipe.hf.config import choose_type
+from recipe.hf.download import fetch_model
+from recipe.hf.load import ExpertNoise, load_weights
+from recipe.hf.upload import claim_repository
 from recipe.launch.start import World
 from recipe.ranks import Ranks
 from recipe.records import tensorboard_faults
 from recipe.run import Run, describe_parameters
 from recipe.settings.ds_config import ResolvedConfig
 from recipe.settings.flags import Arguments
+from recipe.settings.model import read_model
+from recipe.settings.model_source import HubModel, is_on_hub
 from recipe.settings.schedule import settle_schedule
+
+# Any of them is enough for AutoTokenizer; old folders have no tokenizer_config.json.
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 
 class Request(NamedTuple):
@@ -44,6 +55,8 @@ def quieten_libraries(*, is_first: bool) -> None:
     level = logging.WARNING if is_first else logging.ERROR
     logging.getLogger("DeepSpeed").setLevel(level)
     set_verbosity(level)
+    if not is_first:
+        disable_progress_bars()
 
 
 def choose_threads(request: Request) -> None:
@@ -58,8 +71,10 @@ def choose_threads(request: Request) -> None:
 def prepare_run(
     request: Request, *, mesh: ParallelMesh, ranks: Ranks, folder: RunFolder, say: Callable[[str], None]
 ) -> Run:
-    """Read or make the data and settle what depends on it. Collective; ValueError on every rank alike."""
-    data = prepare_data(data_options(request.arguments), ranks=ranks, say=say)
+    """Find the weights, read or make the data, settle what depends on it. Collective; ValueError on all ranks alike."""
+    repository = claim_repository(request.arguments, ranks=ranks)
+    model_folder = find_weights(request, ranks=ranks, say=say)
+    data = prepare_data(data_options(request.arguments, model_folder=model_folder), ranks=ranks, say=say)
     run = Run(
         arguments=request.arguments,
         settings=request.settings,
@@ -68,6 +83,8 @@ def prepare_run(
         mesh=mesh,
         ranks=ranks,
         folder=folder,
+        model_folder=model_folder,
+        repository=repository,
         data=data,
         say=say,
     )
@@ -79,16 +96,42 @@ def prepare_run(
     return replace(run, settings=replace(request.settings, schedule=schedule))
 
 
+def find_weights(request: Request, *, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
+    """The folder with the weights to start from, None for fresh ones; what is on the hub is downloaded. Collective."""
+    arguments, name = request.arguments, request.arguments.model_name_or_path
+    if name is None:
+        return None
+    if not on_first_rank(lambda: is_on_hub(name), ranks=ranks):
+        return Path(name)
+    folder = fetch_model(HubModel(name, arguments.model_revision), ranks=ranks, say=say)
+
+    def check() -> None:
+        found = read_model(replace(arguments, model_name_or_path=str(folder), model_revision=None))
+        if found.kwargs != request.model:
+            raise ValueError(f"{name} on the hub changed while the run started; start it again")
+
+    on_every_rank(check, ranks=ranks)
+    return folder
+
+
 def prepare_engine(run: Run) -> Engine:
     """Make or load this rank's weights and hand them to DeepSpeed. Collective."""
     arguments = run.arguments
     # Whatever is drawn while training, dropout say, is one thing for a group and another for each of its peers.
     torch.manual_seed(arguments.seed + run.mesh.dp_rank)
     model = build_model(run.config, mesh=run.mesh, seed=arguments.seed)
-    if arguments.model_name_or_path is not None:
-        path = Path(arguments.model_name_or_path)
-        num_bytes = load_weights(model, config=run.config, mesh=run.mesh, folder=path)
-        run.say(f"model: weights from {path}, {num_bytes:,} bytes read by this rank")
+    folder = run.model_folder
+    if folder is not None:
+        noise = ExpertNoise(arguments.upcycle_noise_std, arguments.seed)
+        load = partial(load_weights, model, config=run.config, mesh=run.mesh, folder=folder, noise=noise)
+        num_bytes = on_every_rank(load, ranks=run.ranks)
+        run.say(f"model: weights from {folder}, {num_bytes:,} bytes read by this rank")
+        if arguments.upcycle_num_experts is not None:
+            run.say(
+                f"model: {arguments.upcycle_num_experts} experts made of each feed-forward, with noise of standard "
+                f"deviation {arguments.upcycle_noise_std}; the routers are fresh"
+            )
+    freeze_parameters(model, arguments.freeze_parameters)
     if arguments.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model.to(device=torch.device(run.world.device))  # type: ignore[call-arg]
@@ -100,16 +143,24 @@ def prepare_engine(run: Run) -> Engine:
     return engine
 
 
-def data_options(arguments: Arguments) -> DataOptions:
+def data_options(arguments: Arguments, *, model_folder: Path | None = None) -> DataOptions:
+    """`model_folder` has the tokenizer where none is named; until it is known, a model of the hub stands for itself."""
+    name = arguments.model_name_or_path
+    if model_folder is None and name is not None and not is_on_hub(name):
+        model_folder = Path(name)
     return DataOptions(
         block_size=arguments.block_size,
         dataset_name=arguments.dataset_name,
         dataset_config_name=arguments.dataset_config_name,
         train_file=arguments.train_file,
         validation_file=arguments.validation_file,
+        data_format=arguments.data_format,
+        train_on=arguments.train_on,
+        packing_strategy=arguments.packing_strategy,
+        chat_template=arguments.chat_template,
         text_column_name=arguments.text_column_name,
         validation_split_percentage=arguments.validation_split_percentage,
-        tokenizer_name=arguments.tokenizer_name or _own_tokenizer(arguments.model_name_or_path),
+        tokenizer_name=arguments.tokenizer_name or (name if model_folder is None else _own_tokenizer(model_folder)),
         eos_token=arguments.eos_token,
         train_vocab_size=arguments.train_vocab_size,
         streaming=arguments.streaming,
@@ -121,10 +172,10 @@ def data_options(arguments: Arguments) -> DataOptions:
     )
 
 
-def _own_tokenizer(model_folder: str | None) -> str | None:
+def _own_tokenizer(model_folder: Path) -> str:
     """A checkpoint brings its tokenizer along; one that does not must not get a new one by accident."""
-    if model_folder is None or (Path(model_folder) / "tokenizer_config.json").exists():
-        return model_folder
+    if any((model_folder / file).exists() for file in TOKENIZER_FILES):
+        return str(model_folder)
     raise ValueError(f"--model_name_or_path {model_folder} holds no tokenizer; name its tokenizer by --tokenizer_name")
 
 
@@ -140,6 +191,9 @@ def request_faults(arguments: Arguments, model: Mapping[str, Any]) -> list[str]:
     try:
         config = GatherMoeConfig(**model, balance_bias_update_rate=arguments.balance_bias_update_rate)
         choose_type(config, hf_format=arguments.hf_format)
+        if arguments.freeze_parameters:
+            with torch.device("meta"):  # the names are what counts
+                freeze_parameters(GatherMoeForCausalLM(config), arguments.freeze_parameters)
     except (ValueError, StrictDataclassError) as error:
         faults.append(str(error))
     return faults

@@ -3,7 +3,7 @@
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +19,15 @@ from recipe.checkpoint.run_folder import RunFolder
 from recipe.data.prepare import PreparedData
 from recipe.flops import count_parameters
 from recipe.launch.start import World
+from recipe.metrics import merge_meters
 from recipe.ranks import Ranks
 from recipe.settings.ds_config import ResolvedConfig
 from recipe.settings.flags import Arguments
+from recipe.state.elastic import LAYOUT
 
-# Settings that may change from one start of a run to the next: its length, and what is only logged or kept.
-FREE_ON_RESUME = ("position", "tokens", "max_steps", "optimizer")
+# Details of a checkpoint in which a run may differ from the one that saved it: how far it is and shall go, who holds
+# what, and in which form it is stored. What changes the numbers of further steps is said.
+FREE_ON_RESUME = ("position", "tokens", "max_steps", "optimizer", "sequences_per_step", "format", *LAYOUT)
 # Entries of the model's configuration that say nothing about the function it computes.
 NOT_THE_MODEL = (
     *("use_cache", "experts_backend", "strategy", "output_router_logits"),
@@ -43,6 +46,8 @@ class Run:
     mesh: ParallelMesh
     ranks: Ranks  # all of them, for host decisions
     folder: RunFolder
+    model_folder: Path | None  # of the weights the run starts from
+    repository: str | None  # of the hub, for what the run will have trained
     data: PreparedData
     say: Callable[[str], None]  # prints on rank 0
 
@@ -65,6 +70,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "parameters": {"total": total, "active": active},
         "world": asdict(run.world),
         "data": run.data.report,
+        "model_folder": None if run.model_folder is None else str(run.model_folder),
         "command": sys.argv,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
     }
@@ -83,11 +89,13 @@ def checkpoint_details(run: Run, *, position: int) -> dict[str, Any]:
         "tp": layout.tp,
         "ep": layout.ep,
         "zero_stage": settings.zero_stage,
+        "sequences_per_step": settings.sequences_per_step,
         "precision": settings.precision,
         "block_size": settings.block_size,
         "seed": run.arguments.seed,
         # The name of a token store depends on the text, the tokenizer and how they are read.
         "data": [Path(corpus["cache"]).name for corpus in run.data.report["corpora"]],
+        "packing": run.data.report["format"]["packing"],
         "num_train_blocks": run.num_train_blocks,
         **{f"model.{name}": value for name, value in sorted(model.items())},
     }
@@ -103,7 +111,7 @@ def check_resumable(run: Run, checkpoint: Checkpoint) -> None:
         raise ValueError(
             f"{checkpoint.folder} was saved by another set-up and cannot be continued by this one:\n"
             + "\n".join(f"  - {fault}" for fault in faults)
-            + "\nstart with the same settings and ranks, or begin a new run from its hf/ folder with "
+            + "\nstart with the same settings, or begin a new run from its hf/ folder with "
             "--model_name_or_path"
         )
     if then["max_steps"] != now["max_steps"]:
@@ -113,6 +121,30 @@ def check_resumable(run: Run, checkpoint: Checkpoint) -> None:
         )
     if then["optimizer"] != now["optimizer"]:
         run.say(f"warning: the run had the optimizer settings {then['optimizer']} and now has {now['optimizer']}")
+    if then["sequences_per_step"] != now["sequences_per_step"]:
+        run.say(
+            f"warning: the run had {then['sequences_per_step']} sequences per step and now has "
+            f"{now['sequences_per_step']}; it goes on behind the {then['position']:,} sequences it has read"
+        )
+    if then["precision"] != now["precision"]:
+        run.say(
+            f"warning: the run had precision={then['precision']} and now has {now['precision']}; weights and moments "
+            "go on from the float32 numbers of the optimizer"
+        )
+
+
+def merge_rank_states(states: Sequence[dict[str, Any]], *, dp_rank: int) -> dict[str, Any]:
+    """What group `dp_rank` goes on with, from what the loops of all groups of an earlier layout kept.
+
+    The first group takes over the sums of a half-finished log line, so that they count once. Copies of experts go by
+    the loads of all groups, of which each may now have any part.
+    """
+    loads = [state["loads"] for state in states if state["loads"] is not None]
+    return {
+        "meter": merge_meters([state["meter"] for state in states] if dp_rank == 0 else []),
+        "elapsed_s": states[0]["elapsed_s"],
+        "loads": torch.tensor(loads, dtype=torch.float64).sum(0).tolist() if loads else None,
+    }
 
 
 def describe_parameters(model: nn.Module, config: GatherMoeConfig) -> str:

@@ -1,7 +1,8 @@
 """Settings every test shares: CPU, offline, few threads, and nothing left behind."""
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch, deepspeed or transformers are imported anywhere: they read these once.
@@ -35,6 +36,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of an exported tiny model by its type, a key of CONFIGS; written once, not to be changed."""
+    from tests.parity import Case
+    from tests.test_r_ckpt import run_export
+
+    @functools.cache
+    def folder(name: str) -> Path:
+        path = tmp_path_factory.mktemp("exported") / name
+        run_export(name, Case(), path)
+        return path
+
+    return folder
 
 
 def _shared_memory() -> set[str]:

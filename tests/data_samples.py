@@ -19,11 +19,15 @@ BOS_ID = 2
 
 
 def word_tokenizer(*, eos: bool = True, bos: bool = False, appends_eos: bool = False) -> Any:
-    """Each word is a token; w0 to w199 have the ids 10 to 209, and every other word is <unk>."""
+    """Each word is a token: w0 to w199 have the ids 10 to 209, <system>, <user>, <assistant> and <tool> 3 to 6.
+
+    Every other word is <unk>.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {"<unk>": 0, "<eos>": EOS_ID, "<bos>": BOS_ID, **{f"w{i}": 10 + i for i in range(200)}}
+    roles = {f"<{role}>": number for number, role in enumerate(("system", "user", "assistant", "tool"), start=3)}
+    vocab = {"<unk>": 0, "<eos>": EOS_ID, "<bos>": BOS_ID, **roles, **{f"w{i}": 10 + i for i in range(200)}}
     words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if bos or appends_eos:
@@ -33,6 +37,13 @@ def word_tokenizer(*, eos: bool = True, bos: bool = False, appends_eos: bool = F
         )
     named = {"unk_token": "<unk>"} | ({"eos_token": "<eos>"} if eos else {}) | ({"bos_token": "<bos>"} if bos else {})
     return PreTrainedTokenizerFast(tokenizer_object=words, **named)
+
+
+def chat_tokenizer(template: str | None) -> Any:
+    """A word_tokenizer with a chat template."""
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def save_words(folder: Path, **kinds: bool) -> str:

@@ -222,7 +222,7 @@ def gradient_shards(engine: Any) -> Tensors:
 
 
 def weight_shards(engine: Any) -> Tensors:
-    from recipe.checkpoint.native import full_precision_shard
+    from recipe.state.native import full_precision_shard
 
     return {name: full_precision_shard(p).float().clone() for name, p in engine.model.named_parameters()}
 
@@ -310,13 +310,16 @@ def train_in_trainer(model: Any, batch: Batch, *, folder: Path, accumulation: in
 def export(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, case: Case, folder: Path) -> None:
     """Write the weights that an engine was given as Hugging Face files; a function for `run_ranks`."""
     from modeling.hf_keys import stock_type
-    from recipe.checkpoint.hf_weights import WeightSource, write_weights
-    from recipe.checkpoint.native import full_precision_shard
+    from recipe.checkpoint.files import WriteNow, complete
+    from recipe.hf.weights import WeightSource, write_weights
     from recipe.ranks import TorchRanks
+    from recipe.state.native import full_precision_shard
 
     engine = start(config, state, case)
     source = WeightSource(engine.model, config, engine.mesh, full_precision_shard)
-    write_weights(folder, source=source, model_type=stock_type(config), dtype=torch.float32, ranks=TorchRanks())
+    files = WriteNow()
+    write_weights(folder, source=source, model_type=stock_type(config), dtype=torch.float32, files=files)
+    complete(files, ranks=TorchRanks())
 
 
 def read_export(folder: Path) -> Tensors:

@@ -113,7 +113,7 @@ def referee_model(config: GatherMoeConfig, state: dict[str, Tensor], *, own: boo
     """A stock transformers model with these weights, or ours without a mesh."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from recipe.checkpoint.hf_config import SpecialTokens, config_dict
+    from recipe.hf.config import SpecialTokens, config_dict
 
     kind = stock_type(config)
     if own or kind == "gather_moe":
@@ -186,7 +186,7 @@ def make_micro_batches(config: GatherMoeConfig, case: Case, *, step: int, dp_ran
     return batches
 
 
-def engine_config(case: Case, *, max_grad_norm: float = MAX_GRAD_NORM) -> dict[str, Any]:
+def engine_config(case: Case, *, max_grad_norm: float = MAX_GRAD_NORM, **changes: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": NUM_SEQUENCES // (case.dp * case.accumulation),
         "gradient_accumulation_steps": case.accumulation,
@@ -202,12 +202,14 @@ def engine_config(case: Case, *, max_grad_norm: float = MAX_GRAD_NORM) -> dict[s
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
         }
-    return config
+    return config | changes
 
 
-def start_engine(config: GatherMoeConfig, state: dict[str, Tensor], case: Case, **options: Any) -> Any:
-    """Our engine on this rank, holding its shards of `state`."""
-    from recipe.engine import Engine, build_optimizer
+def start_engine(
+    config: GatherMoeConfig, state: dict[str, Tensor], case: Case, *, frozen: tuple[str, ...] = (), **options: Any
+) -> Any:
+    """Our engine on this rank, holding its shards of `state`; `frozen` are patterns of parameters' names."""
+    from recipe.engine import Engine, build_optimizer, freeze_parameters
     from recipe.settings.ds_training import OptimizerOptions
 
     layout = ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)
@@ -219,6 +221,7 @@ def start_engine(config: GatherMoeConfig, state: dict[str, Tensor], case: Case, 
         parameter.data.copy_(cut(state[name], shard))
     if case.checkpointing:
         model.gradient_checkpointing_enable()
+    freeze_parameters(model, frozen)
     adam = OptimizerOptions(
         learning_rate=LEARNING_RATE, betas=(0.9, 0.999), eps=EPS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM
     )
@@ -229,7 +232,7 @@ def our_run(rank: int, world_size: int, config: GatherMoeConfig, state: dict[str
     """Train under the engine; returns losses, norms, and this rank's shards of gradients and weights."""
     from deepspeed.utils import safe_get_full_grad
 
-    from recipe.checkpoint.native import full_precision_shard
+    from recipe.state.native import full_precision_shard
 
     torch.manual_seed(0)
     engine = start_engine(config, state, case)

@@ -98,7 +98,7 @@ def test_without_whole_experts_nothing_is_said_of_ranks(tmp_path: Path) -> None:
 
 
 def test_a_native_folder_says_nothing_of_copies() -> None:
-    from recipe.checkpoint.hf_config import NATIVE, SpecialTokens, config_dict
+    from recipe.hf.config import NATIVE, SpecialTokens, config_dict
 
     config = mixed_config(qk_norm="none", resident_experts=1)
     values = config_dict(config, model_type=NATIVE, dtype="float32", tokens=SpecialTokens(None, None, None))

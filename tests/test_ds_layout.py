@@ -239,13 +239,9 @@ def test_copies_of_experts_need_whole_weights_between_steps() -> None:
 
 
 def test_placing_experts_needs_whole_ones_that_can_move() -> None:
-    parallel, fault = {"parallel": {"tp": 2, "ep": 2}}, "--place_experts needs whole experts that can move"
-    assert f"{fault}: ep > 1 and ZeRO 0 to 2, not ep=1 with ZeRO-2" in faults_of(
-        {"parallel": {"tp": 2, "ep": 1}}, "--place_experts"
-    )
-    assert f"{fault}: ep > 1 and ZeRO 0 to 2, not ep=2 with ZeRO-3" in faults_of(
-        {**parallel, "zero_optimization": {"stage": 3}}, "--place_experts"
-    )
+    fault = "--place_experts needs whole experts that can move: ep > 1, not ep=1"
+    assert fault in faults_of({"parallel": {"tp": 2, "ep": 1}}, "--place_experts")
+    parallel = {"parallel": {"tp": 2, "ep": 2}, "zero_optimization": {"stage": 3}}
     assert resolve(parallel, "--place_experts").layout.ep == 2
 
 

@@ -22,24 +22,27 @@ FLOORS: list[list[str]] = [
     ["modeling/attention.py", "modeling/router.py", "modeling/experts.py"],
     ["modeling/dispatch.py", "modeling/loss.py", "modeling/balance.py", "modeling/rank_loads.py"],
     ["modeling/moe.py", "modeling/embedding.py", "modeling/hf_keys.py", "modeling/outputs.py"],
-    ["modeling/decoder.py"],
+    ["modeling/decoder.py", "modeling/auxiliary.py"],
     ["modeling/places.py"],
     ["modeling/model.py", "modeling/init.py"],
     ["modeling/build.py", "modeling/__init__.py"],
     ["recipe/__init__.py", "recipe/ranks.py", "recipe/flops.py", "recipe/transformers_ep.py"],
     ["recipe/launch", "recipe/settings"],
-    ["recipe/data", "recipe/metrics.py"],
+    ["recipe/data", "recipe/metrics.py", "recipe/stop.py"],
     ["recipe/records.py"],
-    ["recipe/engine.py", "recipe/graphs.py"],
     ["recipe/checkpoint"],
+    ["recipe/engine.py", "recipe/graphs.py"],
+    ["recipe/state"],
+    ["recipe/hf"],
     ["recipe/run.py", "recipe/replicas.py", "recipe/place.py", "recipe/move_experts.py"],
+    ["recipe/adapters.py", "recipe/disk_room.py"],
     ["recipe/prepare.py", "recipe/loop.py"],
     ["recipe/cli.py"],
     ["run_pretrain.py"],
 ]
 STANDARD_LIBRARY_ONLY = ["modeling/layout.py", "modeling/placement.py", "modeling/shard_table.py", "modeling/cost.py"]
 WITHOUT_TORCH = ["recipe/settings", "recipe/launch/hosts.py", "recipe/cli.py", "recipe/flops.py"]
-IMPORTS_DEEPSPEED = {"recipe/engine.py", "recipe/checkpoint/native.py"}
+IMPORTS_DEEPSPEED = {"recipe/engine.py", "recipe/state/native.py"}
 # Registers the Auto classes, so that code which travels with a checkpoint needs nothing else.
 ACTS_AT_IMPORT = {"modeling/model.py"}
 

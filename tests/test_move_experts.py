@@ -39,12 +39,15 @@ class Result(NamedTuple):
 
 def states_of(engine: Any) -> list[dict[str, Tensor]]:
     """By name: what the forward uses, what the optimizer keeps, and both moments."""
-    from recipe.checkpoint.native import link_moments, read_training_state
+    import deepspeed
+
+    from recipe.state.native import link_moments, read_training_state
 
     link_moments(engine)
     parameters = dict(engine.model.named_parameters())
     kept = {name: read_training_state(engine, parameter) for name, parameter in parameters.items()}
-    used = {name: parameter.detach().float().clone() for name, parameter in parameters.items()}
+    with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=engine.zero_stage == 3):
+        used = {name: parameter.detach().float().clone() for name, parameter in parameters.items()}
     return [used, *({name: parts[i].float() for name, parts in kept.items()} for i in range(3))]
 
 
@@ -52,7 +55,7 @@ def trained_on(
     rank: int, world_size: int, folder: Path, config: GatherMoeConfig, state: dict[str, Tensor], case: Case
 ) -> Any:
     """Two steps and a checkpoint; three steps from it as it is, and three with the experts moved."""
-    from recipe.checkpoint.native import full_precision_shard, load_native, save_native
+    from recipe.state.native import full_precision_shard, load_native, save_native
 
     engine = start_engine(config, state, case)
     train(engine, config, case, range(2))
@@ -93,6 +96,7 @@ def whole(by_rank: list[dict[str, Tensor]], config: GatherMoeConfig, case: Case)
         pytest.param(Case(dp=2, tp=2, ep=2, stage=1, accumulation=3), {}, marks=pytest.mark.slow),
         pytest.param(Case(dp=2, tp=2, ep=2, stage=2), {"resident_experts": 1}, marks=pytest.mark.slow),
         pytest.param(Case(tp=4, ep=2, stage=1), {}, marks=pytest.mark.slow),
+        pytest.param(Case(dp=2, tp=2, ep=2, stage=3, bf16=True), {}, marks=pytest.mark.slow),
         pytest.param(Case(dp=2, tp=2, ep=2, stage=1, bf16=True), {}, marks=pytest.mark.slow),
         pytest.param(Case(dp=2, tp=2, ep=2, stage=2, bf16=True), {}, marks=pytest.mark.slow),
     ],

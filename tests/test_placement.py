@@ -18,9 +18,9 @@ from modeling.placement import place_experts
 from recipe.checkpoint.errors import CheckpointBrokenError
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
 from recipe.checkpoint.expert_counts import read_expert_counts, write_expert_counts
-from recipe.checkpoint.hugging_face import FOLDER
 from recipe.checkpoint.manifest import Manifest, file_sizes, record_file, write_manifest
 from recipe.cli import main
+from recipe.hf.export import FOLDER
 from recipe.place import HF_NAME, find_source, place_all, write_placed
 from tests.parity import full_state, mixed_config, referee_model, tiny_config
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from modeling.config import GatherMoeConfig
-from recipe.checkpoint.hf_config import SpecialTokens, config_dict
 from recipe.flops import count_parameters
+from recipe.hf.config import SpecialTokens, config_dict
 from recipe.settings.flags import Arguments
 from recipe.settings.model import ROPE_THETA, read_model, sizes_of
 from recipe.settings.model_files import GENERATION, STOCK_TYPES, WITHOUT_EFFECT
@@ -153,7 +153,7 @@ def test_our_theta_is_the_one_of_our_class() -> None:
         ({"model_type": None}, "holds a None; configurations"),
         ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias=True is not available, only False"),
         ({"model_type": "mixtral", "sliding_window": 8}, "sliding_window=8 is not available, only None"),
-        ({"rope_scaling": {"factor": 2}}, "rope_scaling={'factor': 2} is not available, only None"),
+        ({"rope_scaling": {"factor": 2}}, "rope_scaling={'factor': 2} names no rope_type"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25 is not available, only 1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not available, only 1"),
         ({"rope_theta": 1, "rope_parameters": {"rope_theta": 2}}, "rope_theta=1 and rope_parameters with rope_theta=2"),

@@ -1,5 +1,6 @@
 """Checkpoints as Hugging Face folders: every layout and stage writes the same, complete, loadable model."""
 
+import ast
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from modeling.config import GatherMoeConfig
 from modeling.hf_keys import file_tensors
 from modeling.layout import ParallelLayout
-from recipe.checkpoint.hugging_face import opening_code
+from recipe.hf.export import opening_code
 from tests.parity import Case, full_state, mixed_config, referee_model, start_engine, tiny_config
 from tests.ranks import RankError, run_ranks
 from tests.training import train_on_ranks, write_ds_config, write_inputs
@@ -25,6 +26,7 @@ CONFIGS = {
     "olmoe": lambda: tiny_config(qk_norm="full", norm_topk_prob=False, clip_qkv=0.5, vocab_size=51),
     "gather_moe": lambda: mixed_config(qk_norm="none", vocab_size=51),
 }
+MODELING = Path(__file__).parent.parent / "modeling"
 # An editable install would let a clean process import this project; this takes it out of the way.
 HIDE_PROJECT = """
 import sys
@@ -38,15 +40,37 @@ sys.meta_path.insert(0, Hidden())
 """
 OPEN_IT = """
 import json, sys, torch
-from transformers import AutoModelForCausalLM
-folder, ids = sys.argv[1], torch.tensor(json.loads(sys.argv[2]))
-model, info = AutoModelForCausalLM.from_pretrained(
-    folder, trust_remote_code=sys.argv[3] == "native", output_loading_info=True, dtype=torch.float32
-)
-assert not any(info.values()), info
-model.eval()
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+folder, ids, is_native = sys.argv[1], torch.tensor(json.loads(sys.argv[2])), sys.argv[3] == "native"
+
+def opened(kind, folder=folder, **options):
+    model, info = kind.from_pretrained(folder, trust_remote_code=is_native, output_loading_info=True, **options)
+    # A model without a head has no use for the head's weight.
+    beside = {"lm_head.weight"} if kind is AutoModel else set()
+    assert not (info.pop("unexpected_keys") - beside or any(info.values())), info
+    return model.eval()
+
+config = AutoConfig.from_pretrained(folder, trust_remote_code=is_native)
+model = opened(AutoModelForCausalLM, dtype=torch.float32)
+assert type(model.config) is type(config)
+logits = model(ids).logits.detach()
 generated = model.generate(ids[:1, :3], max_new_tokens=5, do_sample=False)
-torch.save((type(model).__name__, model(ids).logits.detach(), generated), sys.argv[4])
+torch.testing.assert_close(model.lm_head(opened(AutoModel, dtype=torch.float32)(ids)[0]), logits)
+"""
+# What somebody with a native folder and nothing of this project does next.
+TUNE_IT = """
+coarse = opened(AutoModelForCausalLM, dtype="bfloat16", device_map="cpu")
+assert {(x.dtype, x.device.type) for x in coarse.parameters()} == {(torch.bfloat16, "cpu")}
+torch.testing.assert_close(coarse(ids[:1, :8]).logits.float(), logits[:1, :8], atol=0.05, rtol=0)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+model.train()(ids, labels=ids).loss.backward()
+optimizer.step()
+model.eval().save_pretrained(sys.argv[5])
+before, logits = logits, model(ids).logits.detach()
+assert not torch.allclose(before, logits, atol=1e-3)
+"""
+END_IT = """
+torch.save((type(model).__name__, logits, generated), sys.argv[4])
 assert "modeling" not in sys.modules and "recipe" not in sys.modules
 """
 
@@ -69,7 +93,7 @@ def export(
     folder: Path,
     options: tuple[str, torch.dtype],
 ) -> str:
-    from recipe.checkpoint.hugging_face import ExportOptions, export_hugging_face
+    from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.ranks import TorchRanks
 
     engine = start_engine(config, state, case)
@@ -109,13 +133,16 @@ def expected_tensors(name: str, state: dict[str, torch.Tensor], *, kind: str) ->
     return expected
 
 
-def open_in_clean_process(folder: Path, ids: torch.Tensor, tmp_path: Path, *, native: bool) -> Any:
-    """Load with AutoModel where this project cannot be imported."""
+def open_in_clean_process(
+    folder: Path, ids: torch.Tensor, tmp_path: Path, *, native: bool, tuned: Path | None = None
+) -> Any:
+    """Load with the Auto classes where this project cannot be imported; fine-tune and save to `tuned`, if given."""
     out = tmp_path / f"opened-{folder.name}.pt"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-I", "-c", HIDE_PROJECT + OPEN_IT, str(folder), json.dumps(ids.tolist())]
-    words += ["native" if native else "stock", str(out)]
+    code = HIDE_PROJECT + OPEN_IT + (TUNE_IT if tuned else "") + END_IT
+    words = [sys.executable, "-I", "-c", code, str(folder), json.dumps(ids.tolist())]
+    words += ["native" if native else "stock", str(out), str(tuned)]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return torch.load(out)
@@ -142,6 +169,32 @@ def test_r_ckpt_14_automodel_opens_every_type_in_a_clean_process(name: str, tmp_
     assert opening_code(folder).endswith(", trust_remote_code=True)") == (name == "gather_moe")
     assert (config["model_type"], config["vocab_size"], config["dtype"]) == (name, 51, "float32")
     assert {"tokenizer_config.json", "generation_config.json"} <= {path.name for path in folder.iterdir()}
+    assert {path.name for path in folder.glob("*.py")} == (needed_code() if name == "gather_moe" else set())
+
+
+@pytest.mark.slow
+def test_r_ckpt_14_a_native_folder_is_fine_tuned_and_saved_with_its_code_in_a_clean_process(tmp_path: Path) -> None:
+    folder, tuned = tmp_path / "hf", tmp_path / "tuned"
+    run_export("gather_moe", Case(), folder)
+    _, want, _ = open_in_clean_process(folder, sample_ids(), tmp_path, native=True, tuned=tuned)
+    code = {path.name: path.read_bytes() for path in tuned.glob("*.py")}
+    assert code == {name: (MODELING / name).read_bytes() for name in needed_code()}
+    kind, logits, _ = open_in_clean_process(tuned, sample_ids(), tmp_path, native=True)
+    assert kind == "GatherMoeForCausalLM"
+    torch.testing.assert_close(logits, want)
+
+
+def needed_code() -> set[str]:
+    """The files of modeling/ that the Auto classes' two import, by whatever detour, and themselves."""
+    found: set[str] = set()
+    waiting = ["config.py", "model.py"]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            nodes = ast.walk(ast.parse((MODELING / name).read_text()))
+            waiting += [f"{node.module}.py" for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    return found
 
 
 @pytest.mark.slow
@@ -200,7 +253,7 @@ def load_and_compare(
     from modeling.init import shard_table
     from modeling.mesh import build_mesh
     from modeling.sharding import cut
-    from recipe.checkpoint.hf_load import load_weights
+    from recipe.hf.load import load_weights
 
     mesh = build_mesh(layout, num_key_value_heads=config.num_key_value_heads)
     model = build_model(config, mesh=mesh, seed=5)
@@ -292,7 +345,7 @@ def draw_save_draw_restore_draw(rank: int, world_size: int, folder: Path) -> tup
 
     import numpy as np
 
-    from recipe.checkpoint.native import load_native, save_native
+    from recipe.state.native import load_native, save_native
 
     def draw() -> list[float]:
         return [random.random(), float(np.random.random()), torch.rand(1).item()]

@@ -169,7 +169,7 @@ def numbered_experts(config: GatherMoeConfig) -> Tensors:
 
 
 def _resume_numbered_experts(rank: int, world_size: int, config: Any, state: Any, case: Case, folder: Path) -> None:
-    from recipe.checkpoint.native import load_native, save_native
+    from recipe.state.native import load_native, save_native
 
     save_native(start(config, state, case), folder, rank_state={})
     dist.barrier()

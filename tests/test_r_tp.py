@@ -57,9 +57,9 @@ def test_r_tp_01_replicated_parameters_stay_equal_under_adam_in_bf16() -> None:
 
 
 def _check_replicas(rank: int, world_size: int, case: Case, broken: tuple[str, int] | None) -> str | None:
-    from recipe.checkpoint.native import full_precision_shard
     from recipe.ranks import TorchRanks
     from recipe.replicas import check_replicas
+    from recipe.state.native import full_precision_shard
 
     config = tiny_config(qk_norm="head")
     engine = start(config, full_state(config), case)
@@ -280,6 +280,7 @@ def _random_states(rank: int, world_size: int, num_workers: int) -> tuple[Tensor
         config=tiny_config(),
         mesh=build_mesh(settings.layout, num_key_value_heads=2),
         world=SimpleNamespace(device="cpu"),
+        model_folder=None,
         say=lambda line: None,
     )
     engine = prepare_engine(run)

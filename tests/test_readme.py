@@ -39,7 +39,7 @@ def test_every_flag_readme_uses_exists() -> None:
 @pytest.mark.slow
 def test_the_lines_that_load_and_generate_run_in_a_clean_process(tmp_path: Path) -> None:
     run_ranks(train_on_ranks, 2, write_inputs(tmp_path))
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    block, *_ = re.findall(r"```python\n(.*?)```", README, re.S)
     assert DEMO_FOLDER in block
     script = HIDE_PROJECT + block.replace(DEMO_FOLDER, str(tmp_path / "run" / "checkpoints" / "latest" / "hf"))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

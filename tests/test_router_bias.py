@@ -12,7 +12,7 @@ from modeling.config import GatherMoeConfig
 from modeling.init import shard_table, stored_tensors
 from modeling.mesh import one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
-from recipe.checkpoint.hf_config import choose_type
+from recipe.hf.config import choose_type
 from recipe.settings.flags import Arguments
 from tests.engine_runs import (
     Batch,
@@ -228,7 +228,7 @@ def some_biases(config: GatherMoeConfig) -> Tensors:
 def _export_biased(
     rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, case: Case, folder: Path, dtype: torch.dtype
 ) -> None:
-    from recipe.checkpoint.hugging_face import ExportOptions, export_hugging_face
+    from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.ranks import TorchRanks
 
     engine = start(config, state, case)
@@ -274,7 +274,7 @@ def test_an_export_in_low_precision_keeps_the_biases_and_so_does_its_reader(tmp_
 
 def _load_on(rank: int, world_size: int, config: GatherMoeConfig, case: Case, folder: Path) -> Tensors:
     from modeling.build import build_model
-    from recipe.checkpoint.hf_load import load_weights
+    from recipe.hf.load import load_weights
 
     mesh = make_mesh(config, case)
     model = build_model(config, mesh=mesh, seed=3)
