@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.data.documents import Row
+from recipe.data.documents import Corpus, Row
+from recipe.data.files import file_corpus
 from recipe.data.formats import DataFormat
+from recipe.data.hub import hub_corpora
 from recipe.data.options import DataOptions, option_faults
 from recipe.data.packing import IGNORED
 from recipe.data.prepare import PreparedData
@@ -127,6 +129,48 @@ def test_fields_that_a_table_filled_with_null_are_not_there() -> None:
     seen = chat_tokenizer("{% for m in messages %}{{ 'w8 ' if 'tool_calls' in m else 'w9 ' }}{% endfor %}")
     filled = {"messages": [m | {"tool_calls": None} for m in FIVE_TURNS[:2]]}
     assert encode(filled, train_on="all", tokenizer=seen)[0] == [19, 19, EOS]
+
+
+def weighted(*weights: object) -> list[dict[str, Any]]:
+    """FIVE_TURNS, in which what the assistant says has these weights."""
+    left = iter(weights)
+    return [m | ({"weight": next(left)} if m["role"] == "assistant" else {}) for m in FIVE_TURNS]
+
+
+def test_a_message_of_no_weight_has_no_labels() -> None:
+    marked = chat_tokenizer(MARKED)
+    for tokenizer, first, last in ((None, [13, 14, 1], [0] * 4), (marked, [13, 14, 1], [0] * 3)):
+        whole, _ = encode({"messages": FIVE_TURNS}, tokenizer=tokenizer)
+        before = len(whole) - len([*first, *last, 16, 1])
+        for weights, labels in (
+            ((0, 1), [0] * (before + 3) + [*last, 16, 1]),
+            ((1.0, 0.0), [0] * before + [*first, *last, 0, 0]),
+            ((0, None), [0] * (before + 3) + [*last, 16, 1]),
+        ):
+            assert encode({"messages": weighted(*weights)}, tokenizer=tokenizer) == (whole, labels)
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    spelt = [{"from": speakers[m.pop("role")], "value": m.pop("content"), **m} for m in weighted(0, 1)]
+    assert encode({"conversations": spelt}) == encode({"messages": weighted(0, 1)})
+
+
+def test_a_weight_that_cannot_be_honoured_is_refused() -> None:
+    doubled = MARKED.replace("{% generation %}", "{% generation %}{% endgeneration %}{% generation %}")
+    shortened = MARKED.replace("m.content + ' <eos>'", "m.content[3:] + ' <eos>'")
+    for template, num_marked in ((doubled, 4), (shortened, 2)):
+        tokenizer = chat_tokenizer(template)
+        assert sum(encode({"messages": weighted(1, 1)}, tokenizer=tokenizer)[1]) > 0
+        with pytest.raises(
+            ValueError, match=rf"line 7: .*'weight' of a message is 0, but .* of the 2 .*\({num_marked} stretches are"
+        ):
+            encode({"messages": weighted(0, 1)}, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"line 7: .*is 0, but --train_on all trains on every token; leave the weight"):
+        encode({"messages": weighted(0, 1)}, train_on="all")
+    pair = {"prompt": weighted(0, 0)[:4], "completion": weighted(0, 1)[4:]}
+    assert encode(pair, name="prompt_completion")[1] == [0] * 15 + [16, EOS]
+    with pytest.raises(ValueError, match=r"line 7: .*is 0, but a completion is trained on as a whole; leave the"):
+        encode(pair | {"completion": weighted(1, 0)[4:]}, name="prompt_completion")
+    with pytest.raises(ValueError, match=r"line 7, message 3 of 'messages': 'weight' must be 0 \(do not .* not 0.5"):
+        encode({"messages": weighted(0.5, 1)})
 
 
 def test_a_completion_alone_is_trained_on() -> None:
@@ -282,8 +326,23 @@ def test_rows_without_a_response_are_left_out_and_counted(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"no row of .*rows.jsonl has a response .*rows.jsonl: 2 rows without a resp"):
         prepare_rows(tmp_path, [silent, silent])
     empty = [{"prompt": "w1", "completion": ""}, {"prompt": "", "completion": ""}]
-    with pytest.raises(ValueError, match="2 rows without a response"):
+    with pytest.raises(ValueError, match="1 rows without a response, 1 empty, 0 invalid"):
         prepare_rows(tmp_path, empty)
+
+
+def test_rows_without_text_are_empty(tmp_path: Path) -> None:
+    pair, nothing = {"prompt": "w1", "completion": " w2"}, {"prompt": "", "completion": ""}
+    path = str(tmp_path / "rows.jsonl")
+    for train_on in ("all", "responses"):
+        said: list[str] = []
+        data = prepare_rows(tmp_path, [nothing, pair], train_on=train_on, said=said)
+        assert data.report["corpora"][0]["skipped"] == {path: {"empty": 1, "untrained": 0, "invalid": 0}}
+        assert f"data: {path}: skipped 1 empty and 0 invalid documents" in said
+        with pytest.raises(ValueError, match=r"no row with text is left in .*: 0 rows .* 2 empty, 0 invalid\); check"):
+            prepare_rows(tmp_path, [nothing] * 2, train_on=train_on)
+    (tmp_path / "rows.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"no row with text is left in .*rows.jsonl \(there are no rows\); check"):
+        prepare(tmp_path, train_file=path, tokenizer_name=str(tmp_path / "words"), data_format="chat")
 
 
 def test_a_part_without_a_response_is_an_error(tmp_path: Path) -> None:
@@ -332,6 +391,40 @@ def test_parquet_rows_and_data_sets_are_read_too(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": column, "completion": column}), tmp_path / "bad.parquet")
     with pytest.raises(ValueError, match=r"bad.parquet, row 2: the text is not valid UTF-8"):
         prepare(tmp_path, train_file=str(tmp_path / "bad.parquet"), **chosen)
+
+
+def calling(name: str, arguments: object, parameters: object) -> dict[str, Any]:
+    """A conversation that calls one tool."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    messages = [FIVE_TURNS[1], {"role": "assistant", "content": "w2", "tool_calls": [call]}]
+    return {"messages": messages, "tools": [{"name": name, "parameters": parameters}]}
+
+
+def test_nulls_that_tables_make_up_reach_no_template(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        calling("w1", {"a": 1}, {"x": {"type": "w3"}}),
+        calling("w2", {"b": {"c": ["w4", None]}}, {"y": {"type": "w5", "enum": ["w6"]}}),
+        calling("w3", {}, {}),
+    ]
+    template = PLAIN.replace("m.content", "m.content + ' ' + (m.tool_calls | tojson if m.tool_calls else '')")
+    tokenizer = chat_tokenizer("{{ tools | tojson }} " + template)
+    encoder = RowEncoder(tokenizer, data_format=DataFormat("chat", "responses", "whole", ""))
+
+    def texts(corpus: Corpus) -> list[str]:
+        return [encoder.render(row).text for row in corpus.rows()]
+
+    folder = tmp_path / "set"
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    in_lines = write_json(tmp_path / "rows.jsonl", [*rows, calling("w1", {"a": None}, {})])
+    *want, with_null = texts(file_corpus(in_lines, option="--train_file", column="text"))
+    assert '"arguments": {"a": null}' in with_null
+    assert texts(file_corpus(str(folder / "train.parquet"), option="--train_file", column="text")) == want
+    options = DataOptions(block_size=8, dataset_name=str(folder), cache_dir=str(tmp_path / "cache"))
+    assert texts(hub_corpora(options).train) == want
 
 
 def test_the_first_rows_columns_choose_the_format(tmp_path: Path) -> None:
@@ -418,6 +511,26 @@ def test_a_template_that_writes_the_past_otherwise_is_refused(tmp_path: Path) ->
     data = prepare_rows(tmp_path, [{"messages": FIVE_TURNS}], **chosen)  # type: ignore[arg-type]
     assert data.tokenizer.chat_template == MARKED
     assert data.report["train"]["num_trained_tokens"] == 5
+
+
+def test_a_template_that_refuses_a_beginning_is_refused() -> None:
+    wants_two = "{% if messages | length == 1 %}{{ raise_exception('no user query') }}{% endif %}" + PLAIN
+    looks_first = "{% if messages[0].role == 'system' %}{% endif %}" + PLAIN
+    for template, turns, num, reason in (
+        (looks_first, FIVE_TURNS[2:], 0, "list object has no element 0"),
+        (wants_two, [FIVE_TURNS[0], *FIVE_TURNS[2:]], 1, "no user query"),
+    ):
+        tokenizer = chat_tokenizer(template)
+        with pytest.raises(
+            ValueError,
+            match=rf"line 7: the chat template refuses the first {num} messages by themselves \({reason}\), so "
+            r"responses cannot be found in it; give another template by --chat_template FILE .* or --train_on all",
+        ):
+            encode({"messages": turns}, tokenizer=tokenizer)
+        ids, labels = encode({"messages": turns}, train_on="all", tokenizer=tokenizer)
+        assert ids == labels
+    greeting = [FIVE_TURNS[2] | {"weight": 0}, *FIVE_TURNS[3:]]
+    assert encode({"messages": greeting}, tokenizer=chat_tokenizer(looks_first))[1] == [0] * 8 + [16, EOS]
 
 
 def test_templates_that_are_missing_are_asked_for(tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def test_padding_inside_sequences_is_masked_and_not_counted() -> None:
     assert (batch.num_tokens, batch.squared_lengths, batch.num_targets) == (19, 25 + 36 + 64, 4 + 5 + 7)
     full = stack_blocks([blocks[2]], positions=[2], num_sequences=1, block_size=8)
     assert (full.token_mask, full.num_tokens, full.squared_lengths) == (None, 8, 64)
+    unread = full._replace(input_ids=full.input_ids.to("meta"), labels=full.labels.to("meta"))
+    assert (unread.num_tokens, unread.squared_lengths) == (8, 64)  # of their shapes alone, whatever the tokens
 
 
 def test_held_out_documents_are_spread_and_disjoint() -> None:

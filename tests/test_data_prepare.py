@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recipe.data import token_store
 from recipe.data.options import DataOptions, check_options, option_faults
 from recipe.data.prepare import prepare_data
+from recipe.data.token_store import LeftOut, TokenStore, TokenWriter
 from recipe.ranks import Ranks, TorchRanks
 from tests.data_samples import all_tokens, prepare, save_words, write_rows
 from tests.ranks import run_ranks
@@ -250,6 +252,39 @@ def test_ranks_with_different_tokenizers_stop_together(tmp_path: Path) -> None:
     errors = on_threads(2, run)
     assert str(errors[0]) == str(errors[1])
     assert "ranks [1] have another tokenizer than rank 0; make the files equal on all hosts" in str(errors[0])
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_counting_tokens_costs_a_count_for_many_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_mask: bool
+) -> None:
+    ids = np.random.default_rng(0).integers(0, 50, 400)
+    trained = ids % 3 > 0 if with_mask else None
+    writer = TokenWriter(tmp_path, vocab_size=50, with_mask=with_mask)
+    writer.add(ids, trained=trained)
+    writer.end_document()
+    assert list(writer.finish(LeftOut())) == [None]
+    ends = np.array([7, 9, 60, 61, 80, 300, 301, 400])
+    starts = np.array([4, 7, 20, 60, 70, 90, 300, 302])
+    here = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+    want = np.bincount(ids[here] if trained is None else ids[here][trained[here]], minlength=50).tolist()
+    sizes: list[int] = []
+    bincount = np.bincount
+
+    def counting(chosen: Any, minlength: int) -> Any:
+        sizes.append(len(chosen))
+        return bincount(chosen, minlength=minlength)
+
+    monkeypatch.setattr(np, "bincount", counting)
+    store = TokenStore(tmp_path)
+    assert store.count_tokens(starts=starts, ends=ends).tolist() == want
+    assert sizes == [sum(want)]
+    sizes.clear()
+    monkeypatch.setattr(token_store, "TOKENS_AT_ONCE", 50)
+    assert store.count_tokens(starts=starts, ends=ends).tolist() == want
+    if not with_mask:
+        assert sizes == [3 + 2 + 40 + 1, 10, 50, 50, 50, 50, 10 + 1, 50, 48]
+    assert store.count_tokens(starts=starts[:0], ends=ends[:0]).tolist() == [0] * 50
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:

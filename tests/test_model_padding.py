@@ -113,6 +113,39 @@ def test_r_moe_11_padding_is_routed_nowhere_and_teaches_nothing(side: str) -> No
         torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
+PACKED = ((0, 4, 11), (0, 9), (0,))  # in each sequence the last is padding
+DOCUMENTS = ((0, slice(0, 4)), (0, slice(4, 11)), (1, slice(0, 9)))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_r_moe_11_documents_packed_beside_padding_train_as_they_do_one_by_one(attention: str) -> None:
+    config = mixed_config(router_aux_loss_coef=0.0)
+    state = full_state(config)
+    alone, packed = (referee_model(config, state, own=True) for _ in range(2))
+    packed.config._attn_implementation = attention
+    ids = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(2))
+    mask, labels = torch.zeros(3, 16, dtype=torch.bool), torch.full((3, 16), -100)
+    for row, here in DOCUMENTS:
+        mask[row, here] = True
+        labels[row, here.start + 1 : here.stop] = ids[row, here.start + 1 : here.stop]
+    share = {"num_items_in_batch": int((labels != -100).sum())}
+
+    got = packed(input_ids=ids, labels=labels, document_starts=PACKED, attention_mask=mask, **share)
+    got.loss.backward()
+    loss, counts = torch.tensor(0.0), torch.zeros(2, 8)
+    for row, here in DOCUMENTS:
+        one = ids[row : row + 1, here]
+        want = alone(input_ids=one, labels=one, **share)
+        want.loss.backward()
+        torch.testing.assert_close(got.logits[row, here], want.logits[0], atol=1e-5, rtol=0)
+        loss, counts = loss + want.loss, counts + want.sums.expert_counts
+    torch.testing.assert_close(got.loss, loss, atol=1e-5, rtol=0)
+    assert torch.equal(got.sums.expert_counts, counts)
+    assert counts.sum().item() == 2 * 3 * (4 + 7 + 9)
+    for (name, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
 def test_r_moe_11_auxiliary_losses_count_valid_tokens_only(scope: str) -> None:
     config = mixed_config(router_aux_loss_coef=0.5, router_z_loss_coef=0.1, balance_scope=scope)

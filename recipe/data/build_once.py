@@ -1,4 +1,4 @@
-"""A folder that all ranks read is built once per file system, out of sight, and appears under its name when whole."""
+"""What all ranks read is made once per file system; a folder is built out of sight and appears when it is whole."""
 
 import fcntl
 import os
@@ -30,15 +30,33 @@ def build_once(folder: Path, build: Callable[[Path], Iterator[None]], *, ranks: 
     host that still misses it builds another, so `build` must give the same files everywhere. Other programs that want
     the same folder wait for this one, or this one for them. `host` is this machine's name.
     """
+    once_per_file_system(
+        lambda: _build(folder, build), is_present=folder.is_dir, what=str(folder), ranks=ranks, host=host
+    )
+
+
+def once_per_file_system(
+    work: Callable[[], Generator[None, None, None]],
+    *,
+    is_present: Callable[[], bool],
+    what: str,
+    ranks: Ranks,
+    host: str | None = None,
+) -> None:
+    """Let every rank see what `work` makes, in steps, on as few ranks as that takes; collective.
+
+    The lowest rank that does not see it makes it, then the lowest of each host that still does not. RuntimeError on all
+    ranks, which says `what` it is, where one does not see it even then.
+    """
     host = socket.gethostname() if host is None else host
     for choose in (_first_rank, _first_rank_of_each_host):
-        views = ranks.gather(_View(host, folder.is_dir()))
+        views = ranks.gather(_View(host, is_present()))
         builders = choose(views)
         if builders:
-            run_in_steps(_build(folder, build) if ranks.rank in builders else None, ranks=ranks)
-    missing = [rank for rank, view in enumerate(ranks.gather(_View(host, folder.is_dir()))) if not view.present]
+            run_in_steps(work() if ranks.rank in builders else None, ranks=ranks)
+    missing = [rank for rank, view in enumerate(ranks.gather(_View(host, is_present()))) if not view.present]
     if missing:
-        raise RuntimeError(f"ranks {missing} do not see {folder} although it was built on their host")
+        raise RuntimeError(f"ranks {missing} do not see {what} although a rank of their host made it")
 
 
 def discard(folder: Path, *, ranks: Ranks) -> None:

@@ -11,6 +11,7 @@ from recipe.data.build_once import build_once, discard
 from recipe.data.chunks import CHUNK_CHARS
 from recipe.data.corpora import CorpusFacts
 from recipe.data.documents import Corpus, digest_of
+from recipe.data.hub_tokenizer import fetch_tokenizer
 from recipe.data.options import DataOptions
 from recipe.data.row_encoder import RowEncoder
 from recipe.data.together import on_every_rank
@@ -47,9 +48,8 @@ def num_tokenising_workers(options: DataOptions) -> int:
 def get_tokenizer(corpus: CachedCorpus, *, options: DataOptions, ranks: Ranks) -> "PreTrainedTokenizerBase":
     """The tokenizer the options name, or one trained on the corpus; the same on every rank; collective."""
     if options.tokenizer_name is not None:
-        load_named = partial(
-            load_tokenizer, options.tokenizer_name, eos_token=options.eos_token, chat_template=options.chat_template
-        )
+        source = fetch_tokenizer(options.tokenizer_name, ranks=ranks)
+        load_named = partial(load_tokenizer, source, eos_token=options.eos_token, chat_template=options.chat_template)
         return on_every_rank(load_named, ranks=ranks)
     eos_token = options.eos_token or DEFAULT_EOS
     settings = (options.train_vocab_size, eos_token, options.text_column_name, options.skip_invalid_text)

@@ -38,6 +38,16 @@ class Pair(NamedTuple):
     completion: str
 
 
+def is_response(message: Message) -> bool:
+    """Whether a message is one to train on: what the assistant says, unless its "weight" is 0."""
+    return message["role"] == ASSISTANT and not weighs_nothing(message)
+
+
+def weighs_nothing(message: Message) -> bool:
+    """Whether a message asks not to be trained on, as OpenAI's format for fine-tuning spells it."""
+    return bool(message.get("weight", 1) == 0)
+
+
 def read_chat(fields: Mapping[str, Any], *, place: str) -> Conversation:
     """A row with "messages" or, where there are none, "conversations"; ValueError with its place where neither is."""
     column = next((name for name in CHAT_COLUMNS if fields.get(name) is not None), None)
@@ -81,11 +91,14 @@ def _message(item: object, *, place: str) -> Message:
     if not isinstance(item, Mapping):
         raise ValueError(f"{place}: it must be an object with 'role' and 'content', not {type(item).__name__}")
     message = {name: value for name, value in item.items() if value is not None}
+    if message.get("weight", 1) not in (0, 1):
+        raise ValueError(f"{place}: 'weight' must be 0 (do not train on this message) or 1, not {message['weight']!r}")
     if "from" in message and "role" not in message:
         speaker = str(message["from"])
         if speaker not in SPEAKERS:
             raise ValueError(f"{place}: 'from' is {speaker!r}, which is none of {', '.join(SPEAKERS)}")
-        return {"role": SPEAKERS[speaker], "content": message.get("value", "")}
+        weight = {"weight": message["weight"]} if "weight" in message else {}
+        return {"role": SPEAKERS[speaker], "content": message.get("value", ""), **weight}
     if not isinstance(message.get("role"), str):
         raise ValueError(f"{place}: it must have a 'role' that is a text (or 'from' and 'value'); it is {item!r}")
     return message

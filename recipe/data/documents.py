@@ -62,6 +62,16 @@ def digest_of(parts: Iterable[object]) -> str:
     return digest.hexdigest()
 
 
+def without_nulls(value: Any) -> Any:
+    """The same without fields that are null, at any depth: a table gives every row the fields of all its rows.
+
+    What is null in a list was so in the source and stays.
+    """
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def decode(raw: bytes, *, place: str) -> str:
     """UTF-8 to text, or InvalidTextError with the place."""
     try:

@@ -8,7 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe.data.documents import Corpus, Document, Row, decode, digest_of, invalid_text, text_documents, text_of
+from recipe.data.documents import (
+    Corpus,
+    Document,
+    Row,
+    decode,
+    digest_of,
+    invalid_text,
+    text_documents,
+    text_of,
+    without_nulls,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -169,7 +179,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 def _parquet_fields(batch: "pa.RecordBatch", *, index: int, place: str) -> dict[str, Any]:
     try:
-        fields: dict[str, Any] = batch.slice(index, 1).to_pylist()[0]
+        fields: dict[str, Any] = without_nulls(batch.slice(index, 1).to_pylist()[0])
     except UnicodeDecodeError as error:
         raise invalid_text(place, error) from error
     return fields

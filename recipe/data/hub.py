@@ -1,11 +1,11 @@
 """Documents of a data set that the `datasets` library loads by name or from a folder."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipe.data.documents import Corpus, Document, Row, digest_of, text_documents
+from recipe.data.documents import Corpus, Document, Row, digest_of, text_documents, without_nulls
 from recipe.data.options import DataOptions
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _corpus(rows: "Dataset | IterableDataset", *, split: str, options: DataOptio
         files=(name,),
         manifest=digest_of([name, version]),
         read=partial(_read, rows, name=name, options=options),
-        rows=partial(_rows, rows, name=name),
+        rows=partial(_rows, rows, name=name, fields_of=without_nulls),
     )
 
 
@@ -57,9 +57,9 @@ def _read(rows: "Dataset | IterableDataset", *, name: str, options: DataOptions)
             f"dataset_name={options.dataset_name!r} has no column {column!r}; "
             f"--text_column_name must be one of {columns}"
         )
-    yield from text_documents(_rows(rows, name=name), column=column)
+    yield from text_documents(_rows(rows, name=name, fields_of=dict), column=column)
 
 
-def _rows(rows: "Dataset | IterableDataset", *, name: str) -> Iterator[Row]:
+def _rows(rows: "Dataset | IterableDataset", *, name: str, fields_of: Callable[[Any], dict[str, Any]]) -> Iterator[Row]:
     for number, fields in enumerate(rows, start=1):
-        yield Row(name, f"{name}, row {number}", partial(dict, fields))
+        yield Row(name, f"{name}, row {number}", partial(fields_of, fields))

@@ -3,7 +3,8 @@
 A conversation is written out by the tokenizer's chat template and then encoded as one text; a token belongs to a
 response where it overlaps the response's stretch of that text. The template itself says where responses lie if it has
 {% generation %} markers. Otherwise they are found by writing the conversation out up to each response, with what the
-template puts before one (the generation prompt), and up to its end: each must be a beginning of the whole.
+template puts before one (the generation prompt), and up to its end: each must be a beginning of the whole. A message
+whose "weight" is 0 is none of the responses.
 """
 
 import re
@@ -13,7 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recipe.data.conversations import ASSISTANT, Conversation, Message, Pair, read_chat, read_pair
+from recipe.data.conversations import (
+    ASSISTANT,
+    Conversation,
+    Message,
+    Pair,
+    is_response,
+    read_chat,
+    read_pair,
+    weighs_nothing,
+)
 from recipe.data.documents import Row, checked, digest_of
 from recipe.data.formats import DataFormat
 from recipe.data.tokenizer import TextEncoder, private_copy
@@ -117,8 +127,11 @@ class RowEncoder:
     def _render_conversation(self, content: Conversation, *, place: str) -> Rendered:
         messages, tools = content.messages, content.tools
         if self.trains_on_all:
+            _check_weights(messages, reason="--train_on all trains on every token", place=place)
             return Rendered(self._apply(messages, tools=tools, place=place), ())
         if content.num_in_prompt is not None:
+            after = messages[content.num_in_prompt :]
+            _check_weights(after, reason="a completion is trained on as a whole", place=place)
             whole = self._apply(messages, tools=tools, place=place)
             prompt = messages[: content.num_in_prompt]
             start = self._length_of_beginning(prompt, whole=whole, tools=tools, place=place, is_prompt=True)
@@ -128,7 +141,7 @@ class RowEncoder:
         whole = self._apply(messages, tools=tools, place=place)
         responses = []
         for number, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
+            if is_response(message):
                 start, end = (
                     self._length_of_beginning(part, whole=whole, tools=tools, place=place, is_prompt=is_prompt)
                     for part, is_prompt in ((messages[:number], True), (messages[: number + 1], False))
@@ -140,14 +153,13 @@ class RowEncoder:
         self, messages: list[Message], *, whole: str, tools: list[Any] | None, place: str, is_prompt: bool
     ) -> int:
         """How far the first messages reach in the whole conversation, in characters."""
-        beginning = self._apply(messages, tools=tools, place=place, add_generation_prompt=is_prompt)
+        first = f"the first {len(messages)} messages"
+        try:
+            beginning = self._apply(messages, tools=tools, place=place, add_generation_prompt=is_prompt)
+        except ValueError as error:
+            raise ValueError(_cannot_find(f"refuses {first} by themselves ({error.__cause__})", place)) from error
         if not whole.startswith(beginning):
-            raise ValueError(
-                f"{place}: the chat template writes the first {len(messages)} messages otherwise when more follow, so "
-                "responses cannot be found in it; give another template by --chat_template FILE (for chat data one "
-                "with {% generation %} and {% endgeneration %} around responses, as TRL has for many models), or "
-                "--train_on all"
-            )
+            raise ValueError(_cannot_find(f"writes {first} otherwise when more follow", place))
         return len(beginning)
 
     def _apply(
@@ -157,7 +169,8 @@ class RowEncoder:
 
     def _apply_with_markers(self, messages: list[Message], *, tools: list[Any] | None, place: str) -> Rendered:
         text, marked = self._run_template(messages, tools=tools, place=place, return_assistant_tokens_mask=True)
-        return Rendered(text, tuple(Span(*span) for span in marked))
+        spans = tuple(Span(*span) for span in marked)
+        return Rendered(text, _weighted(spans, text=text, messages=messages, place=place))
 
     def _run_template(
         self, messages: list[Message], *, tools: list[Any] | None, place: str, **options: bool
@@ -183,3 +196,36 @@ class RowEncoder:
             )
         template: str = self._tokenizer.get_chat_template(tools=tools)
         return template
+
+
+def _cannot_find(fault: str, place: str) -> str:
+    return (
+        f"{place}: the chat template {fault}, so responses cannot be found in it; give another template by "
+        "--chat_template FILE (for chat data one with {% generation %} and {% endgeneration %} around responses, as "
+        "TRL has for many models), or --train_on all"
+    )
+
+
+def _check_weights(messages: list[Message], *, reason: str, place: str) -> None:
+    if any(map(weighs_nothing, messages)):
+        raise ValueError(
+            f"{place}: the 'weight' of a message is 0, but {reason}; leave the weight out, or train "
+            "on the responses of rows with 'messages'"
+        )
+
+
+def _weighted(marked: tuple[Span, ...], *, text: str, messages: list[Message], place: str) -> tuple[Span, ...]:
+    """The marked stretches without those of messages whose weight is 0; ValueError where those cannot be told."""
+    answers = [message for message in messages if message["role"] == ASSISTANT]
+    if not any(map(weighs_nothing, answers)):
+        return marked
+    pairs = list(zip(answers, marked, strict=False))
+    if len(answers) != len(marked) or any(
+        str(message.get("content", "")).strip() not in text[span.start : span.end] for message, span in pairs
+    ):
+        raise ValueError(
+            f"{place}: the 'weight' of a message is 0, but the chat template does not put each of the {len(answers)} "
+            f"assistant messages as it is between markers of its own ({len(marked)} stretches are marked); leave the "
+            "weight out, or give a template without {% generation %} by --chat_template FILE"
+        )
+    return tuple(span for message, span in pairs if is_response(message))

@@ -28,7 +28,7 @@ def on_first_rank(work: Callable[[], Result], *, ranks: Ranks) -> Result:
     """Run `work` on rank 0 and give its result (which must pickle) to every rank; collective."""
     outcome = _attempt(work) if ranks.rank == 0 else _Outcome(None, None)
     raise_alike(outcome.error, ranks=ranks)
-    result: Result = ranks.gather(outcome.result)[0]
+    result: Result = ranks.first(outcome.result)
     return result
 
 

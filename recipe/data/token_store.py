@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT = 2
+FORMAT = 3
 TOKENS, TRAINED, ENDS, COUNTS = "tokens.bin", "trained.bin", "document_ends.npy", "token_counts.npy"
 FACTS = "facts.json"
 TOKENS_AT_ONCE = 1 << 22
@@ -139,10 +139,12 @@ class TokenStore:
     def count_tokens(self, *, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """How often each token is trained on in the given stretches of `tokens`, [vocab_size]."""
         counts = np.zeros(self.facts.vocab_size, dtype=np.int64)
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            for piece in _pieces(end, start=start):
-                chosen = self.tokens[piece] if self.trained is None else self.tokens[piece][self.trained[piece]]
-                counts += np.bincount(chosen, minlength=len(counts))
+        # Every count costs as much as the vocabulary is large, however short the documents are.
+        for pieces in _together(starts, ends):
+            chosen = np.concatenate([self.tokens[piece] for piece in pieces])
+            if self.trained is not None:
+                chosen = chosen[np.concatenate([self.trained[piece] for piece in pieces])]
+            counts += np.bincount(chosen, minlength=len(counts))
         return counts
 
     def _map(self, name: str, *, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -180,3 +182,19 @@ def _map_file(path: Path, *, dtype: np.dtype[Any]) -> NDArray[Any]:
 def _pieces(end: int, *, start: int = 0) -> Iterator[slice]:
     for begin in range(start, end, TOKENS_AT_ONCE):
         yield slice(begin, min(begin + TOKENS_AT_ONCE, end))
+
+
+def _together(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[list[slice]]:
+    """The stretches in groups of at most TOKENS_AT_ONCE tokens; a longer one is cut."""
+    group: list[slice] = []
+    num_tokens = 0
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        for piece in _pieces(end, start=start):
+            length = piece.stop - piece.start
+            if group and num_tokens + length > TOKENS_AT_ONCE:
+                yield group
+                group, num_tokens = [], 0
+            group.append(piece)
+            num_tokens += length
+    if group:
+        yield group

@@ -35,11 +35,12 @@ class _Encoded(NamedTuple):
 def tokenise_rows(folder: Path, *, corpus: Corpus, encoder: RowEncoder, options: TokeniseOptions) -> Iterator[None]:
     """Write the rows of `corpus` into `folder` as a token store, in steps of a batch.
 
-    Each row is a document; its mask is stored unless everything is trained on. Rows of which nothing would be trained
-    on are left out and counted by file; so are those that are not UTF-8, if asked, or else they raise
-    InvalidTextError. A row that does not fit the format is a ValueError that names its place.
+    Each row is a document; its mask is stored unless everything is trained on. Rows without text, and those of which
+    nothing would be trained on, are left out and counted by file; so are those that are not UTF-8, if asked, or else
+    they raise InvalidTextError. A row that does not fit the format is a ValueError that names its place.
     """
     writer = TokenWriter(folder, vocab_size=encoder.vocab_size, with_mask=not encoder.trains_on_all)
+    empty: Counter[str] = Counter()
     untrained: Counter[str] = Counter()
     invalid: Counter[str] = Counter()
     bar = tqdm(desc="tokenising", unit=" tokens", unit_scale=True, mininterval=1.0, disable=not options.show_progress)
@@ -52,6 +53,8 @@ def tokenise_rows(folder: Path, *, corpus: Corpus, encoder: RowEncoder, options:
                     break
                 if document is None:
                     invalid[source] += 1
+                elif not len(document.ids):
+                    empty[source] += 1
                 elif not document.trained.any():
                     untrained[source] += 1
                 else:
@@ -63,8 +66,9 @@ def tokenise_rows(folder: Path, *, corpus: Corpus, encoder: RowEncoder, options:
             if writer.num_documents == options.max_documents:
                 break
         if not writer.num_documents:
-            raise ValueError(_nothing_left(corpus, untrained=untrained, invalid=invalid))
-        yield from writer.finish(LeftOut(num_untrained=dict(untrained), num_invalid=dict(invalid)))
+            raise ValueError(_nothing_left(corpus, empty=empty, untrained=untrained, invalid=invalid))
+        left_out = LeftOut(num_empty=dict(empty), num_untrained=dict(untrained), num_invalid=dict(invalid))
+        yield from writer.finish(left_out)
     finally:
         bar.close()
         writer.close()
@@ -93,12 +97,14 @@ def _encode(rows: list[_Rendered], *, encoder: RowEncoder) -> list[_Encoded]:
     return [_Encoded(row.source, None if row.text is None else next(documents)) for row in rows]
 
 
-def _nothing_left(corpus: Corpus, *, untrained: Counter[str], invalid: Counter[str]) -> str:
-    skipped = "; ".join(
-        f"{source}: {untrained[source]} rows without a response, {invalid[source]} invalid"
-        for source in sorted({*untrained, *invalid})[:10]
+def _nothing_left(corpus: Corpus, *, empty: Counter[str], untrained: Counter[str], invalid: Counter[str]) -> str:
+    counts = "; ".join(
+        f"{source}: {untrained[source]} rows without a response, {empty[source]} empty, {invalid[source]} invalid"
+        for source in sorted({*empty, *untrained, *invalid})[:10]
     )
+    if not untrained:
+        return f"no row with text is left in {corpus.name} ({counts or 'there are no rows'}); check the files"
     return (
-        f"no row of {corpus.name} has a response to train on ({skipped or 'there are no rows'}); responses "
-        "are the messages of the role 'assistant', or the completions; --train_on all trains on every token"
+        f"no row of {corpus.name} has a response to train on ({counts}); responses are the messages of the role "
+        "'assistant' whose 'weight' is not 0, or the completions; --train_on all trains on every token"
     )
