@@ -38,13 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from recipe.hf.upload import push_to_hub
     from recipe.launch.rendezvous import RendezvousError
     from recipe.launch.shared_memory import SharedMemoryError
+    from recipe.settings.model_source import HubError
 
     rank = rank_from(os.environ)
     say: Say = print_line if rank == 0 else lambda line: None
     try:
         request = read_request(argv)
-    except ValueError as error:  # before the ranks meet, all of a node see the same
-        return fail(error, rank=local_rank_from(os.environ), only_first=True)
+    except ValueError as error:
+        # Before the ranks meet, all of a node see the same, but each hears for itself what the hub says.
+        return fail(error, rank=local_rank_from(os.environ), only_first=not isinstance(error, HubError))
     for note in request.settings.notes:
         say(f"settings: {note}")
     with ExitStack() as stack:
@@ -168,10 +170,15 @@ def fail(error: Exception, *, rank: int, only_first: bool = False) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         if not only_first:
-            first_line = (str(error) or type(error).__name__).splitlines()[0]
-            print(f"rank {rank}: {first_line}", file=sys.stderr, flush=True)
+            print(f"rank {rank}: {first_line(error)}", file=sys.stderr, flush=True)
         time.sleep(GRACE_S)
     return getattr(error, "exit_code", USER_ERROR)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a message; with the second, where that is the first of a list."""
+    first, *rest = (str(error) or type(error).__name__).splitlines()
+    return f"{first} {rest[0].strip().removeprefix('- ')}" if first.endswith(":") and rest else first
 
 
 def print_line(line: str) -> None:

@@ -86,6 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.folder is not None and not (arguments.folder / "config.json").is_file():
         parser.error(f"{arguments.folder} holds no config.json; give a folder such as runs/demo/checkpoints/latest/hf")
+    if arguments.folder is not None and brings_code(arguments.folder):
+        parser.error(
+            f"{arguments.folder} brings its own code, which is not run here and which vLLM and llama.cpp could not "
+            "use; give a folder of a type that transformers has (mixtral, qwen3_moe, olmoe)"
+        )
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         folder = arguments.folder or train_small_model(scratch / "run")
@@ -96,6 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([check._asdict() for check in checks], indent=2) + "\n")
     return int(any(check.outcome == "disagreed" for check in checks))
+
+
+def brings_code(folder: Path) -> bool:
+    return "auto_map" in json.loads((folder / "config.json").read_text())
 
 
 def check_vllm(job: dict[str, Any], want: Answer, arguments: Any, scratch: Path) -> Check:
@@ -191,7 +200,7 @@ def ask_transformers(job: dict[str, Any]) -> tuple[Answer, list[list[int]]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(job["folder"])
-    model = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32, trust_remote_code=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32).eval()
     prompts = [tokenizer(text, add_special_tokens=False).input_ids for text in job["texts"]]
     continuations = []
     for prompt in prompts:

@@ -181,7 +181,7 @@ class GatherMoeAttention(nn.Module):
 
     def qk_norm_weights(self) -> list[Tensor]:
         """The weights of the norms of q and k."""
-        return [self.q_norm.weight, self.k_norm.weight]
+        return [plain_weight(norm, kind=RmsNorm) for norm in (self.q_norm, self.k_norm)]
 
     def _attend_to(
         self, parts: list[Tensor], inputs: AttentionInputs, qk_norm: QkNormWeights | None

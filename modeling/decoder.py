@@ -8,10 +8,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .attention import AttentionInputs, GatherMoeAttention, QkNormWeights
 from .collectives import sum_gradients
 from .config import GatherMoeConfig
+from .linear import plain_weight
 from .mesh import ParallelMesh
 from .moe import GatherMoeMlp, GatherMoeSparseBlock
 from .norm import RmsNorm
-from .router import router_statistics
+from .router import GatherMoeRouter, router_statistics
 
 
 class TokenPlace(NamedTuple):
@@ -89,8 +90,10 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
         if self.mesh.group is None:
             return _SharedWeights()
         qk_norms = self.self_attn.qk_norm_weights() if self.config.qk_norm == "head" else []
-        routers = [self.mlp.gate.weight] if isinstance(self.mlp, GatherMoeSparseBlock) else []
-        norms: list[Tensor] = [self.input_layernorm.weight, self.post_attention_layernorm.weight]
+        routers = []
+        if isinstance(self.mlp, GatherMoeSparseBlock):
+            routers = [plain_weight(self.mlp.gate, kind=GatherMoeRouter)]
+        norms = [plain_weight(norm, kind=RmsNorm) for norm in (self.input_layernorm, self.post_attention_layernorm)]
         norm_in, norm_post, *rest = sum_gradients([*norms, *qk_norms, *routers], self.mesh.group)
         qk_norm = QkNormWeights(*rest[:2]) if qk_norms else None
         return _SharedWeights(norm_in, norm_post, qk_norm, rest[-1] if routers else None)

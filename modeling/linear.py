@@ -41,17 +41,24 @@ class Linear(nn.Linear):
         return linear(x, self.weight)
 
 
-def plain_weight(module: nn.Module) -> Tensor:
-    """The weight of a projection that a group shares, whose product is part of a transfer and not the module's own.
+def plain_weight(module: nn.Module, *, kind: type[nn.Module] = Linear) -> Tensor:
+    """The weight of a module that a group shares, whose work is done elsewhere: a product as a part of a transfer, say.
 
-    ValueError where something else stands in for it, whose part would be left out.
+    ValueError where it is not of its `kind`: what else stands in for it would be left out.
     """
-    if type(module) is not Linear:
+    check_plain(module, kind=kind)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def check_plain(module: nn.Module, *, kind: type[nn.Module]) -> None:
+    """ValueError where something else stands in for a module that a group shares, which knows nothing of the group."""
+    if type(module) is not kind:
         raise ValueError(
-            f"a projection was replaced by {type(module).__name__}, which a model shared by several ranks would leave "
-            "out; train adapters on one process, from a checkpoint's hf/ folder"
+            f"a {kind.__name__} was replaced by {type(module).__name__}, which a model shared by several ranks would "
+            "leave out; train adapters on one process, from a checkpoint's hf/ folder"
         )
-    return module.weight
 
 
 class _Linear(torch.autograd.Function):

@@ -12,7 +12,7 @@ from .cost import MoeTraffic, choose_strategy
 from .dispatch import Dispatch, Dispatched, dispatch
 from .experts import GatherMoeExperts
 from .gathered_linear import gather_linear, linear_scatter
-from .linear import Linear, plain_weight
+from .linear import Linear, check_plain, plain_weight
 from .mesh import ParallelMesh
 from .router import GatherMoeRouter, Routing
 from .wire import wire_of
@@ -37,6 +37,8 @@ class GatherMoeSparseBlock(nn.Module):
         noise_t: Tensor | None = None,
     ) -> Dispatched:
         """This rank's normed tokens [t, D] -> their outputs [t, D], and how they were routed."""
+        if self.mesh.group is not None:
+            check_plain(self.experts, kind=GatherMoeExperts)
         route = partial(self._route, x_tD, weight=router_weight, token_mask_t=token_mask_t, noise_t=noise_t)
         return dispatch(Dispatch(x_tD, route, self.experts, self.mesh, self.wire), strategy=self.strategy_for(x_tD))
 

@@ -82,13 +82,20 @@ class ShardTable(NamedTuple):
     num_key_value_heads: int
     qk_norm: str
 
+    def covers(self, name: str) -> bool:
+        """Whether there is a rule for a tensor's name."""
+        return self._find(name) is not None
+
     def rule(self, name: str) -> Rule:
         """The rule for a tensor's name; a KeyError for a name that no rule covers."""
-        rules = (*FULL_QK_NORM, *TABLE) if self.qk_norm == "full" else TABLE
-        for rule in rules:
-            if re.search(rule.pattern, name):
-                return rule
+        rule = self._find(name)
+        if rule is not None:
+            return rule
         raise KeyError(f"no rule of the shard table covers the parameter {name!r}")
+
+    def _find(self, name: str) -> Rule | None:
+        rules = (*FULL_QK_NORM, *TABLE) if self.qk_norm == "full" else TABLE
+        return next((rule for rule in rules if re.search(rule.pattern, name)), None)
 
     def shard(self, name: str, full_shape: tuple[int, ...], *, group_rank: int) -> Shard:
         """What `group_rank` holds of the parameter `name` whose whole shape is `full_shape`."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
 from modeling.experts import GatherMoeExperts
-from modeling.init import full_shapes, shard_table
+from modeling.init import full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.noise import NoiseOrigin
@@ -99,15 +99,23 @@ def tag_parameters(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelM
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """Train no parameter in whose name one of these regular expressions is found; before the optimizer is built.
 
-    Raises ValueError for a pattern that is no regular expression or is found in no name.
+    Raises ValueError for a pattern that is no regular expression, is found in no name, or only in that of a head that
+    is tied to the embedding.
     """
     names = [name for name, _ in model.named_parameters()]
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}.difference(names)
     for pattern in patterns:
         try:
             found = [name for name in names if re.search(pattern, name)]
         except re.error as error:
             raise ValueError(f"freeze_parameters: {pattern!r} is not a regular expression: {error}") from None
         if not found:
+            doubles = [name for name in tied if re.search(pattern, name)]
+            if doubles:
+                raise ValueError(
+                    f"freeze_parameters: {pattern!r} is found in {doubles[0]} alone, which is tied to the embedding; "
+                    "name embed_tokens, and both are frozen"
+                )
             raise ValueError(
                 f"freeze_parameters: {pattern!r} is found in none of the {len(names)} parameters' names, which are "
                 f"like {names[len(names) // 2]}"
@@ -144,9 +152,11 @@ class Engine:
     ) -> None:
         """`ds_config` is DeepSpeed's alone: no "auto", no scheduler, no optimizer block. `seed` is the jitter's.
 
-        Raises ValueError where a trainable parameter is in no group of the optimizer, and for copies with ZeRO-3.
+        Raises ValueError where a trainable parameter is in no group of the optimizer, for copies with ZeRO-3, and for
+        a model that something was added to.
         """
         _check_ownership(model, optimizer)
+        _check_plain(model)
         self.zero_stage = int(ds_config.get("zero_optimization", {}).get("stage", 0))
         if self.zero_stage == 3 and model.config.resident_experts:
             raise ValueError(
@@ -333,6 +343,16 @@ def join_communication() -> None:
     if dist.get_backend() == "gloo":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+def _check_plain(model: GatherMoeForCausalLM) -> None:
+    table = shard_table(model.config, model.mesh)
+    foreign = [name for name in stored_tensors(model) if not table.covers(name)]
+    if foreign:
+        raise ValueError(
+            f"{len(foreign)} tensors are none of the model's own, among them {foreign[:3]}, so how ranks share them is "
+            "not known; train adapters with transformers' Trainer, from a checkpoint's hf/ folder"
+        )
 
 
 def _check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -74,7 +74,9 @@ def prepare_run(
     """Find the weights, read or make the data, settle what depends on it. Collective; ValueError on all ranks alike."""
     repository = claim_repository(request.arguments, ranks=ranks)
     model_folder = find_weights(request, ranks=ranks, say=say)
-    data = prepare_data(data_options(request.arguments, model_folder=model_folder), ranks=ranks, say=say)
+    # Hosts may see the folder's files differently.
+    options = on_every_rank(lambda: data_options(request.arguments, model_folder=model_folder), ranks=ranks)
+    data = prepare_data(options, ranks=ranks, say=say)
     run = Run(
         arguments=request.arguments,
         settings=request.settings,

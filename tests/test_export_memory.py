@@ -13,7 +13,7 @@ from tests.parity import Case, tiny_config
 MB = 10**6
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 640, "num_experts": 16, "head_dim": 64, "vocab_size": 8000}
 NUM_RANKS = 4
-DTYPES = ("float32", "bfloat16")
+CASES = {"float32": NUM_RANKS, "bfloat16": NUM_RANKS // 2}  # precision and ep; with the second experts are sliced
 MAX_FILE_BYTES = 12 * MB
 GATHERED_BYTES = 8000 * 512 * 4  # the largest tensor
 SLACK_BYTES = 6 * MB
@@ -28,7 +28,7 @@ class Growth(NamedTuple):
 
 
 def measure(rank: int, store: Path, root: Path, answers: Any) -> None:
-    """What one of four ranks needs to export the same model in two precisions."""
+    """What one of four ranks needs to export the same model in two precisions and layouts."""
     import torch
     import torch.distributed as dist
     from transformers.initialization import no_init_weights
@@ -42,13 +42,13 @@ def measure(rank: int, store: Path, root: Path, answers: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     config, ranks = tiny_config(**SIZES), TorchRanks()
-    mesh = make_mesh(config, Case(tp=NUM_RANKS, ep=NUM_RANKS))
-    with no_init_weights():
-        model = GatherMoeForCausalLM(config, mesh=mesh)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.data.fill_(number)
-    source = WeightSource(model=model, config=config, mesh=mesh, read=lambda parameter: parameter.detach())
-    for dtype in DTYPES:
+    for dtype, ep in CASES.items():
+        mesh = make_mesh(config, Case(tp=NUM_RANKS, ep=ep))
+        with no_init_weights():
+            model = GatherMoeForCausalLM(config, mesh=mesh)
+        for number, parameter in enumerate(model.parameters()):
+            parameter.data.fill_(number)
+        source = WeightSource(model=model, config=config, mesh=mesh, read=lambda parameter: parameter.detach())
         folder, sink = root / dtype, WriteNow()
         ranks.barrier()
         before_bytes = reset_peak()
@@ -88,7 +88,7 @@ def status(key: str) -> int:
 def test_a_rank_holds_one_file_and_one_gathered_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Freed memory goes back at once, so that what is resident is what is in use.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    for dtype in DTYPES:
+    for dtype in CASES:
         (tmp_path / dtype).mkdir()
     context = mp.get_context("spawn")
     answers = context.Queue()
@@ -96,7 +96,7 @@ def test_a_rank_holds_one_file_and_one_gathered_tensor(tmp_path: Path, monkeypat
     processes = [context.Process(target=measure, args=(rank, *arguments), daemon=True) for rank in range(NUM_RANKS)]
     for process in processes:
         process.start()
-    found = [answers.get(timeout=120) for _ in range(NUM_RANKS * len(DTYPES))]
+    found = [answers.get(timeout=120) for _ in range(NUM_RANKS * len(CASES))]
     for process in processes:
         process.join(30)
     for rank, dtype, growth in found:

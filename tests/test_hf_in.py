@@ -131,6 +131,19 @@ def test_tied_weights_may_be_there_twice_where_they_are_equal(folders: Folders, 
         load(folders, TIED, other)
 
 
+def test_an_index_beside_a_single_file_of_weights_is_refused(folders: Folders, tmp_path: Path) -> None:
+    """transformers opens the single file, and which of the two is the model nobody knows."""
+    folder = tmp_path / "both"
+    shutil.copytree(folders["olmoe, several files"][0], folder)
+    shutil.copyfile(folders["olmoe, a tensor per expert"][0] / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"both holds both model.safetensors.index.json and model.safetensors, and "):
+        HfFolder(folder)
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert "model.norm.weight" in HfFolder(folder)
+
+
 def test_files_that_are_not_whole_are_named(folders: Folders, tmp_path: Path) -> None:
     several = tmp_path / "several"
     shutil.copytree(folders["olmoe, several files"][0], several)

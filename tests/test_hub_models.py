@@ -16,6 +16,7 @@ from recipe.settings.model_source import HubModel, explain, is_on_hub
 from tests.hub_samples import COMMIT, http_error, make_model, put_in_cache, save_tokenizer
 from tests.ranks import run_ranks
 from tests.test_run_pretrain import launch, words_of
+from tests.thread_ranks import on_threads
 from tests.training import read_metrics, write_ds_config, write_inputs
 
 NAME = "someone/tiny"
@@ -139,6 +140,13 @@ def test_a_cache_without_weights_and_a_repository_without_safetensors(
     with pytest.raises(ValueError, match=r"someone/tiny at revision c+ on the hub has no model\.safetensors"):
         fetch_model(HubModel(NAME), ranks=OneRank(), say=said.append)
 
+    def fail(*args: Any, **options: Any) -> str:
+        raise RuntimeError("the transfer broke off")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ValueError, match=r"cannot be fetched from the hub .*: RuntimeError: the transfer broke off"):
+        fetch_model(HubModel(NAME), ranks=OneRank(), say=said.append)
+
 
 def fetch_on_rank(
     rank: int, world_size: int, root: Path, *, shared: bool, failing: int | None = None, lost: bool = False
@@ -186,7 +194,8 @@ def test_one_rank_of_each_cache_downloads_and_all_hear_of_a_failure(model_folder
     apart = run_ranks(fetch_on_rank, 4, tmp_path, shared=False)
     assert [count for _, count in apart] == [1, 0, 1, 0]
     assert len({folder for folder, _ in apart}) == 2
-    shutil.rmtree(tmp_path / "cache of host-1")
+    (partial,) = (tmp_path / "cache of host-1").glob("*/snapshots/*")
+    (partial / "tokenizer.json").unlink()  # weights alone are not the model, so host-1 downloads again
     failed = run_ranks(fetch_on_rank, 4, tmp_path, shared=False, failing=2)
     (text,) = {text for text, _ in failed}
     assert f"weights of {NAME} at revision {COMMIT} cannot be fetched from the hub" in text
@@ -217,6 +226,43 @@ def find_changed(rank: int, world_size: int, folder: Path, kwargs: dict[str, Any
 def test_a_model_that_changes_on_the_hub_while_a_run_starts_is_noticed(model_folder: Path) -> None:
     kwargs = read_model(Arguments(model_name_or_path=str(model_folder))).kwargs
     assert run_ranks(find_changed, 1, model_folder, kwargs) == ["done"]
+
+
+def test_a_host_whose_folder_has_no_tokenizer_stops_the_others(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any of them waits for the others in what follows."""
+    import recipe.prepare as prepare
+
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(prepare, "claim_repository", lambda arguments, *, ranks: None)
+    folders = {0: model_folder, 1: tmp_path}
+    monkeypatch.setattr(prepare, "find_weights", lambda request, *, ranks, say: folders[ranks.rank])
+    request: Any = prepare.Request(Arguments(model_name_or_path=NAME), None, {}, None)  # type: ignore[arg-type]
+    outsiders: Any = {"mesh": None, "folder": None, "say": print}
+    for outcome in on_threads(2, lambda ranks: prepare.prepare_run(request, ranks=ranks, **outsiders)):
+        assert isinstance(outcome, ValueError)
+        assert f"--model_name_or_path {tmp_path} holds no tokenizer" in str(outcome)
+
+
+def test_a_rank_that_the_hub_refuses_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What all ranks of a host see alike only the first says; the hub may answer each of them something else."""
+    import run_pretrain
+
+    monkeypatch.setattr(run_pretrain, "GRACE_S", 0.0)
+    for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["--output_dir=run", "--train_file=x.txt"]
+    assert run_pretrain.main([*words, f"--model_name_or_path={NAME}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"rank 3: the model (--model_name_or_path {NAME}) cannot be used: --model_name_or_path {NAME}"
+    )
+    assert f"HF_HUB_OFFLINE is set and the cache {constants.HF_HUB_CACHE} does not hold config.json of {NAME}" in line
+    assert run_pretrain.main([*words, "--config_name=demo", "--config_overrides=zzz=1"]) == 2
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow

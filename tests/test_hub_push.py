@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants, errors
+from huggingface_hub.utils import filter_repo_objects
 
 from recipe.checkpoint.errors import UploadError
 from recipe.hf.upload import claim_repository, push_to_hub
@@ -23,7 +24,8 @@ class FakeHub:
         self.token: str | None = "secret"
         self.may_write, self.error = may_write, error
         self.made: list[tuple[str, bool | None]] = []
-        self.commits: list[tuple[str, str, list[str]]] = []
+        self.commits: list[tuple[str, str]] = []
+        self.files = {".gitattributes"}  # of me/mine
 
     def create_repo(self, name: str, *, private: bool | None, exist_ok: bool) -> Any:
         assert exist_ok
@@ -36,10 +38,12 @@ class FakeHub:
         if name not in self.may_write:
             raise http_error(errors.HfHubHTTPError, "403 Forbidden")
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> Any:
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: list[str]) -> Any:
         if self.error is not None:
             raise self.error
-        self.commits.append((repo_id, commit_message, sorted(path.name for path in folder_path.iterdir())))
+        self.commits.append((repo_id, commit_message))
+        self.files -= set(filter_repo_objects(self.files, allow_patterns=delete_patterns))
+        self.files |= {path.name for path in folder_path.iterdir()}
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
 
 
@@ -99,14 +103,34 @@ def test_the_folder_is_uploaded_as_one_commit_by_the_first_rank(tmp_path: Path) 
         push_to_hub("me/mine", folder=folder, step=6, ranks=ranks, say=say, api=hub)
 
     assert on_threads(2, push) == [None, None]
-    assert hub.commits == [("me/mine", "Step 6", ["config.json"])]
+    assert hub.commits == [("me/mine", "Step 6")]
+    assert hub.files == {".gitattributes", "config.json"}
     assert said == [
         f"hub: uploading {tmp_path / 'step-6' / 'hf'} to me/mine",
         "hub: https://hub/me/mine/commit/1",
     ]
 
 
-@pytest.mark.parametrize("error", [http_error(errors.HfHubHTTPError, "502 Bad Gateway"), OSError("connection reset")])
+def test_nothing_of_an_earlier_push_is_left_beside_the_new_weights(tmp_path: Path) -> None:
+    """Of a native type in one file; a reader would open that one before the index of the new ones."""
+    hub, folder = FakeHub(), folder_in(tmp_path)
+    new = {"config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    for name in new:
+        (folder / name).write_text("{}")
+    hub.files |= {"config.json", "model.safetensors", "model.py", "chat_template.jinja", "evaluation.md"}
+    push_to_hub("me/mine", folder=folder, step=6, ranks=OneRank(), say=lambda line: None, api=hub)
+    assert hub.files == {".gitattributes", "evaluation.md", *new}
+
+
+FAILURES = [
+    http_error(errors.HfHubHTTPError, "502 Bad Gateway"),
+    OSError("connection reset"),
+    RuntimeError("Error while uploading 'model.safetensors' to the Hub."),
+    ValueError("LFS batch API returned errors"),
+]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
 def test_a_failed_upload_says_where_the_weights_are_and_how_to_go_on(error: Exception, tmp_path: Path) -> None:
     hub, folder = FakeHub(error=error), folder_in(tmp_path)
 

@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 from modeling.config import GatherMoeConfig
 from recipe.hf.config import SpecialTokens, config_dict
 from recipe.hf.model_card import TrainingFacts, model_card, write_model_card
+from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from tests.parity import tiny_config
 
@@ -31,7 +32,7 @@ def test_the_front_matter_names_only_what_is_known() -> None:
         "tags": ["mixture-of-experts", "gather-moe"],
     }
     known = {"license": "apache-2.0", "model_name_or_path": "some/base", "dataset_name": "some/text"}
-    data = card_of(**known).data.to_dict()
+    data = card_of(**known, hub_names=("some/base", "some/text")).data.to_dict()
     assert (data["license"], data["base_model"], data["datasets"]) == ("apache-2.0", "some/base", ["some/text"])
 
 
@@ -40,6 +41,21 @@ def test_paths_of_this_machine_are_not_named(tmp_path: Path) -> None:
     assert not {"base_model", "datasets"} & card.data.to_dict().keys()
     assert str(tmp_path) not in card.content
     assert "Trained on from other weights." in card.text
+
+
+def test_what_is_of_the_hub_is_decided_before_the_run_makes_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--model_name_or_path=some/base", "--output_dir=some", "--dataset_name=here"]
+    (tmp_path / "here").mkdir()
+    arguments = parse_arguments(words)
+    (tmp_path / "some" / "base").mkdir(parents=True)
+    (tmp_path / "here").rmdir()
+    facts = TrainingFacts(arguments, "dp=1", 0, 0)
+    values = config_dict(tiny_config(), model_type="mixtral", dtype="float32", tokens=SpecialTokens(None, 1, None))
+    data = ModelCard(model_card(values, facts=facts)).data.to_dict()
+    assert (data["base_model"], data.get("datasets")) == ("some/base", None)
 
 
 def test_the_text_says_what_the_model_is_and_how_it_was_trained() -> None:
@@ -57,7 +73,7 @@ def test_the_text_says_what_the_model_is_and_how_it_was_trained() -> None:
     dense = tiny_config(num_experts=0, num_experts_per_tok=0, intermediate_size=48)
     assert "A language model of 2 layers of width 32, of type" in card_of(dense, kind="gather_moe").text
     upcycled = {"upcycle_num_experts": 4, "upcycle_top_k": 2, "upcycle_noise_std": 0.01}
-    text = card_of(model_name_or_path="some/base", **upcycled).text
+    text = card_of(model_name_or_path="some/base", hub_names=("some/base",), **upcycled).text
     assert "Upcycled from [some/base](https://huggingface.co/some/base): every expert started as a copy" in text
     assert "with noise of standard deviation 0.01." in text
 

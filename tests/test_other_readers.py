@@ -97,12 +97,21 @@ def test_a_folder_without_a_model_is_refused(readers: Any, tmp_path: Path, capsy
     assert f"{tmp_path} holds no config.json; give a folder such as runs/demo" in capsys.readouterr().err
 
 
+def test_a_folder_with_code_of_its_own_is_refused(
+    readers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"auto_map": {}}')
+    with pytest.raises(SystemExit):
+        readers.main([str(tmp_path)])
+    assert f"{tmp_path} brings its own code, which is not run here" in capsys.readouterr().err
+
+
 def test_programs_that_are_not_installed_are_skipped_with_the_way_to_install_them(
     readers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(readers, "has_module", lambda python, name: False)
     monkeypatch.setattr(readers, "ask_transformers", lambda job: (readers.Answer([], []), []))
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     assert readers.main([str(tmp_path), "--json", str(tmp_path / "out.json")]) == 0
     out = capsys.readouterr().out
     assert "vllm: skipped" in out
@@ -121,7 +130,7 @@ def test_a_program_that_fails_disagrees(
 
     monkeypatch.setattr(readers, "has_module", lambda python, name: name == "vllm")
     monkeypatch.setattr(readers, "ask_transformers", lambda job: (readers.Answer([], []), []))
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(readers, "ask", fail)
     assert readers.main([str(tmp_path)]) == 1
     assert "vllm: disagreed\n    Command '['vllm']' returned non-zero exit status 3." in capsys.readouterr().out

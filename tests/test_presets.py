@@ -95,7 +95,6 @@ def test_defaults_and_choices_are_those_of_the_models_own_config() -> None:
 
     config = GatherMoeConfig()
     assert {key: getattr(config, key) for key in DEFAULTS} == DEFAULTS
-    assert config.decoder_sparse_step == 1
     assert config.rope_parameters is not None
     assert config.rope_parameters["rope_theta"] == ROPE_THETA
     assert all(RULES["qk_norm"].holds(choice) for choice in QK_NORMS)

@@ -136,6 +136,101 @@ def test_what_older_versions_wrote_is_read(tmp_path: Path) -> None:
     assert read(content, tmp_path)["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6}
 
 
+def test_a_window_counts_where_its_type_says_so(tmp_path: Path) -> None:
+    """Qwen3 leaves one aside unless use_sliding_window asks for it; the others know no such switch."""
+    content = {**config_of("qwen3_moe").to_diff_dict(), "sliding_window": 8}
+    want = read(content, tmp_path)
+    assert read({**content, "use_sliding_window": False}, tmp_path) == want
+    assert "sliding_window=8 is not" in fault_of({**content, "use_sliding_window": True}, tmp_path)
+    window = {"sliding_window": 8, "use_sliding_window": False}
+    assert "sliding_window=8 is not" in fault_of({**config_of("mixtral").to_diff_dict(), **window}, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "fits"), [("sliding_attention", True), ("chunked_attention", False)])
+def test_only_a_sliding_window_is_taken_for_the_whole_where_every_sequence_fits(
+    kind: str, fits: bool, tmp_path: Path
+) -> None:
+    content = {**config_of("mixtral").to_dict(), "sliding_window": 64, "layer_types": ["full_attention", kind]}
+    if fits:
+        assert "layer_types" not in read(content, tmp_path)
+        content["sliding_window"] = None
+    assert f"layer_types=['full_attention', '{kind}'] is not available" in fault_of(content, tmp_path)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "truncate": False}
+STRETCHED: dict[str, dict[str, Any]] = {
+    "yarn": YARN,
+    "llama3": {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+def read_with_weights(rope: dict[str, Any], folder: Path, **overrides: Any) -> GatherMoeConfig:
+    content = {**config_of("mixtral").to_diff_dict(), "rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(content))
+    return GatherMoeConfig(**read_model(Arguments(model_name_or_path=str(folder), config_overrides=overrides)).kwargs)
+
+
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_a_longer_context_leaves_the_rotary_embedding_of_weights_as_it_was(kind: str, tmp_path: Path) -> None:
+    import torch
+
+    from modeling.rope import rotary_tables
+
+    positions = torch.arange(64)[None]
+    short, long = (
+        rotary_tables(read_with_weights(STRETCHED[kind], tmp_path, **changes), positions, dtype=torch.float32)
+        for changes in ({}, {"max_position_embeddings": 128})
+    )
+    assert torch.equal(short.cos, long.cos)
+    assert torch.equal(short.sin, long.sin)
+
+
+def test_a_context_is_stretched_from_the_length_that_weights_have_learnt(tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    yarn = {key: value for key, value in YARN.items() if key != "rope_theta"}
+    longer = {"rope_parameters": yarn, "max_position_embeddings": 128}
+    rope = read_with_weights(plain, tmp_path, **longer).rope_parameters
+    assert rope == {**YARN, "original_max_position_embeddings": 64}
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert read_with_weights(dynamic, tmp_path, max_position_embeddings=64).rope_parameters == dynamic
+    with pytest.raises(ValueError, match=r"max_position_embeddings=128 would turn positions otherwise than .* has 64"):
+        read_with_weights(dynamic, tmp_path, max_position_embeddings=128)
+
+
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_readers_of_either_name_find_the_scaling_of_the_rotary_embedding(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = read_with_weights(STRETCHED[kind], tmp_path)
+    want = {key: value for key, value in (config.rope_parameters or {}).items() if key != "rope_theta"}
+    for model_type in ("gather_moe", "mixtral"):
+        written = config_dict(config, model_type=model_type, dtype="float32", tokens=SpecialTokens(1, 2, None))
+        assert written["rope_scaling"] == want
+        for left_out in ("rope_scaling", "rope_parameters", None):
+            content = {key: value for key, value in written.items() if key != left_out}
+            assert read(content, tmp_path)["rope_parameters"] == config.rope_parameters
+            assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
+    other = {**written, "rope_scaling": {**want, "original_max_position_embeddings": 32}}
+    assert "rope_scaling and rope_parameters name the same setting and differ; keep one" in fault_of(other, tmp_path)
+
+
+def test_overrides_that_say_what_the_weights_are_anyway_change_nothing(tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    same = {"tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "qk_norm": "none"}
+    want = read_with_weights(plain, tmp_path).to_dict()
+    assert read_with_weights(plain, tmp_path, head_dim=8, num_key_value_heads=2, **same).to_dict() == want
+    assert read_with_weights(plain, tmp_path, head_dim=None, tie_word_embeddings=None).to_dict() == want
+    with pytest.raises(ValueError, match=r"tie_word_embeddings=True cannot change weights that exist; .* has False"):
+        read_with_weights(plain, tmp_path, tie_word_embeddings=True)
+
+
 def test_settings_of_generation_are_all_known_by_name() -> None:
     from transformers import GenerationConfig
 

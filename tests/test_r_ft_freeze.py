@@ -46,7 +46,9 @@ def test_r_ft_06_a_pattern_without_a_parameter_is_refused() -> None:
         freeze_parameters(model_of(tiny_config()), ["lm_head", "mlp.router"])
     with pytest.raises(ValueError, match=r"'\(' is not a regular expression: missing \)"):
         freeze_parameters(model_of(tiny_config()), ["("])
-    with pytest.raises(ValueError, match="'lm_head' is found in none"):
+    with pytest.raises(
+        ValueError, match=r"'lm_head' is found in lm_head\.weight alone, which is tied to the embedding"
+    ):
         freeze_parameters(model_of(tiny_config(tie_word_embeddings=True)), ["lm_head"])
 
 
@@ -171,3 +173,34 @@ def test_r_ft_06_a_whole_run_with_frozen_routers(tmp_path: Path) -> None:
     frozen = {name for name in matrices if ".mlp.gate." in name}
     assert len(frozen) == 2
     assert {name for name in matrices if torch.equal(first[name], second[name])} == frozen
+
+
+def refuse_adapters(rank: int, world_size: int) -> list[str]:
+    """What a model that two ranks share says of adapters of each part, by itself and under the engine."""
+    from peft import LoraConfig, get_peft_model
+
+    from recipe.engine import Engine
+
+    config, case, said = tiny_config(), Case(tp=2, ep=2, stage=0), []
+    for name in ("mlp.gate.weight", "mlp.experts.down_proj", "self_attn.q_proj.weight"):
+        model = model_with(config, full_state(config), make_mesh(config, case))
+        get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=[name]))  # changes the model itself
+        with pytest.raises(ValueError, match="which a model shared by several ranks would") as caught:
+            model(input_ids=random_batch().ids, use_cache=False)
+        said.append(str(caught.value).split(",")[0])
+        with pytest.raises(ValueError, match=r"none of the model's own, among them \['model\.layers\.0\.") as caught:
+            Engine(model, ds_config=ds_config(case, Training()), optimizer=build_optimizer(model, ADAM))
+        said.append(str(caught.value))
+    return said
+
+
+def test_r_ft_01_a_model_that_ranks_share_refuses_adapters_of_every_part() -> None:
+    for said in run_ranks(refuse_adapters, 2):
+        assert said[::2] == [
+            "a GatherMoeRouter was replaced by ParamWrapper",
+            "a GatherMoeExperts was replaced by ParamWrapper",
+            "a Linear was replaced by ParamWrapper",
+        ]
+        assert all(
+            "train adapters with transformers' Trainer, from a checkpoint's hf/ folder" in text for text in said[1::2]
+        )

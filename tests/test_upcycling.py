@@ -124,6 +124,8 @@ def test_the_settings_become_those_of_a_mixture_that_a_stock_type_expresses(dens
     assert config.tie_word_embeddings == (kind == "qwen3")
     assert stock_type(config) == ("qwen3_moe" if kind == "qwen3" else "mixtral")
     assert config.max_position_embeddings == 32
+    same = {"norm_topk_prob": True, "routed_scaling_factor": 1, "tie_word_embeddings": kind == "qwen3"}
+    assert settings(dense / kind, config_overrides=same) == settings(dense / kind)
     for key, value in DENSE[kind].items():
         assert key == "sliding_window" or getattr(config, key) == value
 
@@ -190,7 +192,8 @@ def test_a_window_that_no_sequence_is_longer_than_changes_nothing(dense: Path, t
 def test_rope_scaling_of_older_files_is_read(dense: Path, tmp_path: Path) -> None:
     scaling = {key: value for key, value in LLAMA_3.items() if key != "rope_theta"}
     old = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": scaling}
-    assert settings(rewritten(dense / "llama", tmp_path, **old))["rope_parameters"] == {**LLAMA_3, "rope_theta": 5e5}
+    rope = settings(rewritten(dense / "llama", tmp_path, **old))["rope_parameters"]
+    assert rope == {**LLAMA_3, "rope_theta": 5e5, "original_max_position_embeddings": 64}
     older = {**old, "rope_scaling": {"type": "linear", "factor": 2.0}}
     rope = settings(rewritten(dense / "llama", tmp_path, **older))["rope_parameters"]
     assert rope == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
@@ -220,6 +223,9 @@ def flags_that_clash() -> Iterator[tuple[dict[str, Any], str]]:
     yield {**UPCYCLE, "config_overrides": overrides}, "num_experts of a dense model that is upcycled is --upcycle_num_"
     yield {**UPCYCLE, "config_overrides": overrides}, "num_experts_per_tok of a dense model that is upcycled is --upcyc"
     yield {**UPCYCLE, "config_overrides": overrides}, "qk_norm='full' cannot change weights that exist; "
+    for key, value in {"norm_topk_prob": False, "routed_scaling_factor": 2.5}.items():
+        fault = f"{key}={value} of a dense model that is upcycled is not available, only "
+        yield {**UPCYCLE, "config_overrides": {key: value}}, fault
     yield {**UPCYCLE, "model_revision": "v1"}, "--model_revision v1 is for models on the hub, and "
 
 

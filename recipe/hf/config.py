@@ -80,6 +80,8 @@ def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens:
     rope = config.rope_parameters
     assert rope is not None
     values |= {"torch_dtype": dtype, "num_experts": config.num_experts, "rope_theta": rope["rope_theta"]}
+    if rope["rope_type"] != "default":
+        values["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return values
 
 

@@ -1,7 +1,7 @@
 """Brings a model of the Hugging Face hub into the cache of every file system that the ranks see, once for each."""
 
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +9,14 @@ from recipe.data.together import on_every_rank, on_first_rank, run_in_steps
 from recipe.hf.folder import missing_files
 from recipe.hf.in_thread import in_steps
 from recipe.ranks import Ranks
-from recipe.settings.model_source import HubModel, MissingFilesError, explain, fetch_config, hub_errors
+from recipe.settings.model_source import (
+    CONFIG_NAME,
+    HubModel,
+    MissingFilesError,
+    explain,
+    fetch_config,
+    hub_errors,
+)
 
 # Configurations, weights and tokenizers; never pickles, whatever else a repository has.
 ALLOWED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -35,20 +42,24 @@ def fetch_model(model: HubModel, *, ranks: Ranks, say: Callable[[str], None], ho
     pinned = HubModel(model.name, commit)
     say(f"model: {model} is commit {commit} on the hub; what the cache lacks of it is downloaded")
     run_in_steps(_download(pinned) if ranks.rank == 0 else None, ranks=ranks)
-    views: list[_View] = ranks.gather(_View(host, _is_present(pinned)))
+    # A cache may hold a part of a repository, and only who has asked the hub knows which files there are.
+    files = on_first_rank(lambda: _files_of(pinned), ranks=ranks)
+    is_present = on_every_rank(lambda: not _lacking(pinned, files), ranks=ranks)
+    views: list[_View] = ranks.gather(_View(host, is_present))
     first: dict[str, int] = {}
     for rank, view in enumerate(views):
         if not view.present:
             first.setdefault(view.host, rank)
-    run_in_steps(_download(pinned) if ranks.rank in first.values() else None, ranks=ranks)
-    return on_every_rank(lambda: _folder_of(pinned), ranks=ranks)
+    run_in_steps(_download(pinned, files) if ranks.rank in first.values() else None, ranks=ranks)
+    return on_every_rank(lambda: _folder_of(pinned, files), ranks=ranks)
 
 
-def _download(model: HubModel) -> Generator[None, None, None]:
-    return in_steps(lambda: _fetch(model))
+def _download(model: HubModel, files: Sequence[str] = ()) -> Generator[None, None, None]:
+    return in_steps(lambda: _fetch(model, files))
 
 
-def _fetch(model: HubModel) -> None:
+def _fetch(model: HubModel, files: Sequence[str]) -> None:
+    """Download, and see that weights and `files` have come."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -57,20 +68,37 @@ def _fetch(model: HubModel) -> None:
         )
     except hub_errors() as error:
         raise ValueError(explain(error, model=model, wanted="weights")) from error
-    missing = missing_files(Path(folder))
+    missing = _missing(Path(folder), files)
     if missing:
         raise ValueError(explain(MissingFilesError(), model=model, wanted=" and no ".join(missing[:3])))
 
 
-def _is_present(model: HubModel) -> bool:
-    """Whether this rank sees the weights; where it does not see the configuration, either, it has to be fetched."""
+def _files_of(model: HubModel) -> list[str]:
+    """The names of what this rank's cache holds of a model, without what a download leaves out."""
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+    names = sorted(path.name for path in fetch_config(model).parent.iterdir() if path.is_file())
+    return list(filter_repo_objects(names, allow_patterns=list(ALLOWED), ignore_patterns=list(LEFT_OUT)))
+
+
+def _lacking(model: HubModel, files: Sequence[str]) -> list[str]:
+    """What this rank does not see of weights and `files`, or just the configuration, without which nothing is there."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
-    return isinstance(config, str) and not missing_files(Path(config).parent)
+    config = try_to_load_from_cache(model.name, CONFIG_NAME, revision=model.revision)
+    if not isinstance(config, str):
+        return [CONFIG_NAME]
+    return _missing(Path(config).parent, files)
 
 
-def _folder_of(model: HubModel) -> Path:
-    if not _is_present(model):
-        raise RuntimeError(f"{model} was downloaded on host {socket.gethostname()}, but is not in this rank's cache")
+def _missing(folder: Path, files: Sequence[str]) -> list[str]:
+    return missing_files(folder) or [name for name in files if not (folder / name).exists()]
+
+
+def _folder_of(model: HubModel, files: Sequence[str]) -> Path:
+    lacking = _lacking(model, files)
+    if lacking:
+        raise RuntimeError(
+            f"{model} was downloaded on host {socket.gethostname()}, but {lacking[0]} is not in this rank's cache"
+        )
     return fetch_config(model).parent

@@ -69,6 +69,11 @@ class HfFolder:
                 raise ValueError(f"{self.path} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
             return dict.fromkeys(self._reader(SINGLE_NAME).keys(), SINGLE_NAME)
         file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if (self.path / SINGLE_NAME).exists() and set(file_of.values()) != {SINGLE_NAME}:
+            raise ValueError(
+                f"{self.path} holds both {INDEX_NAME} and {SINGLE_NAME}, and transformers opens the second alone; "
+                "remove the one that is not the model, a left-over of an earlier save, say"
+            )
         missing = missing_files(self.path)
         if missing:
             raise ValueError(f"{index} names {len(missing)} files that are not there: {missing[:3]}")

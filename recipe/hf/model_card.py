@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from recipe.settings.flags import Arguments
-from recipe.settings.model_source import is_on_hub
 
 CARD_NAME = "README.md"
 LIBRARY, TAGS = "transformers", ("mixture-of-experts", "gather-moe")
@@ -45,8 +44,8 @@ def _front_matter(arguments: Arguments) -> dict[str, Any]:
         "library_name": LIBRARY,
         "pipeline_tag": "text-generation",
         "tags": list(TAGS),
-        "base_model": _hub_name(a.model_name_or_path),
-        "datasets": [a.dataset_name] if _hub_name(a.dataset_name) else None,
+        "base_model": _hub_name(a.model_name_or_path, arguments=a),
+        "datasets": [a.dataset_name] if _hub_name(a.dataset_name, arguments=a) else None,
     }
     return {key: value for key, value in values.items() if value is not None}
 
@@ -91,7 +90,7 @@ def _origin(facts: TrainingFacts) -> Iterator[str]:
     arguments = facts.arguments
     if arguments.model_name_or_path is None:
         return
-    base = _hub_name(arguments.model_name_or_path)
+    base = _hub_name(arguments.model_name_or_path, arguments=arguments)
     source = "other weights" if base is None else f"[{base}](https://huggingface.co/{base})"
     yield ""
     if arguments.upcycle_num_experts is None:
@@ -121,6 +120,6 @@ def _training_table(facts: TrainingFacts) -> Iterator[str]:
             yield f"| {name} | {value} |"
 
 
-def _hub_name(name: str | None) -> str | None:
+def _hub_name(name: str | None, *, arguments: Arguments) -> str | None:
     """The name where it is one of the hub: what exists on this machine under it says nothing to others."""
-    return name if name is not None and is_on_hub(name) else None
+    return name if name in arguments.hub_names else None

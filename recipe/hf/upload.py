@@ -14,6 +14,8 @@ from recipe.ranks import Ranks
 from recipe.settings.flags import Arguments
 from recipe.settings.model_source import hub_errors
 
+# Of an earlier push, which may have had other files: a reader opens a single file of weights before an index of many.
+REPLACED = ("*.safetensors", "*.safetensors.index.json", "*.py", "*.jinja")
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN, with a token that may write"
 
 
@@ -32,6 +34,8 @@ def push_to_hub(
 ) -> None:
     """Upload the files of `folder` as one commit, however long it takes. Collective.
 
+    The same commit deletes weights, code and chat templates that the repository has and `folder` has not.
+
     UploadError on all ranks alike where that fails. The folder stays as it is.
     """
     folder = folder.resolve()
@@ -42,7 +46,7 @@ def push_to_hub(
         message = f"Step {step}"
         try:
             yield from in_steps(lambda: urls.append(_upload(repository, folder, message, api=_api(api))))
-        except hub_errors() as error:
+        except Exception as error:  # the hub's library raises many kinds, and the weights are as safe after any of them
             failure.append(f"{type(error).__name__}: {error}")
 
     say(f"hub: uploading {folder} to {repository}")
@@ -75,7 +79,9 @@ def _claim(arguments: Arguments, *, api: Any) -> str:
 
 
 def _upload(repository: str, folder: Path, message: str, *, api: Any) -> str:
-    done = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+    done = api.upload_folder(
+        repo_id=repository, folder_path=folder, commit_message=message, delete_patterns=list(REPLACED)
+    )
     return str(done.commit_url)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from recipe.settings.config_files import ARGUMENT_FILE_SUFFIXES, load_argument_file, load_ds_config
 from recipe.settings.flags import Arguments, FlagSpec, flag_specs
+from recipe.settings.model_source import is_on_hub
 
 __all__ = ["Arguments", "parse_arguments"]
 
@@ -189,7 +190,10 @@ def _typed(collected: _Collected) -> Arguments:
             values[name] = collected.specs[name].read(raw)
         except ValueError as error:
             collected.faults.append(f"--{name} {collected.places[name]}: {error}")
-    return Arguments(**values, given={name: collected.places[name] for name in values})
+    # Decided here once: a run makes files, and by its end one may have a name of the hub.
+    names = [values.get(name) for name in ("model_name_or_path", "dataset_name")]
+    hub_names = tuple(name for name in names if name is not None and is_on_hub(name))
+    return Arguments(**values, given={name: collected.places[name] for name in values}, hub_names=hub_names)
 
 
 def _combination_faults(arguments: Arguments) -> Iterator[str]:

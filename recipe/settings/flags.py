@@ -67,6 +67,7 @@ class Arguments:
     """What the user asked for in flags, argument file and the "arguments" block of the DeepSpeed JSON.
 
     `given` maps every flag that was set to the place, like "on the command line"; all others hold their default.
+    `hub_names` are the model and the data set that were of the hub, not of this machine, when the flags were read.
     """
 
     ds_config: str | None = _start("DeepSpeed JSON with our blocks (also --deepspeed X, --deepspeed_config X)")
@@ -207,6 +208,7 @@ class Arguments:
     hub_private_repo: bool | None = _save("make that repository a private one; as its owner's default if absent")
 
     given: Mapping[str, str] = field(default_factory=dict)
+    hub_names: tuple[str, ...] = ()
 
     def place(self, name: str) -> str:
         """Where a flag was set, like "on the command line"."""

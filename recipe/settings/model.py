@@ -10,13 +10,21 @@ from typing import Any, NamedTuple
 
 from modeling.layout import ModelSizes
 from recipe.settings.flags import Arguments
-from recipe.settings.model_files import LOSS_SETTINGS, ModelFile, read_model_file, with_rope_parameters
-from recipe.settings.model_source import CONFIG_NAME, HubModel, fetch_config, is_on_hub
+from recipe.settings.model_files import LOSS_SETTINGS, ModelFile, read_model_file, with_origin, with_rope_parameters
+from recipe.settings.model_source import CONFIG_NAME, HubError, HubModel, fetch_config, is_on_hub
 from recipe.settings.model_values import FLOATS, NEEDED, RULES, value_faults
 from recipe.settings.presets import PRESETS
 
 # What the model's configuration takes where a setting is not named; a test holds it against the class.
-DEFAULTS: Mapping[str, Any] = {"intermediate_size": 6144, "qk_norm": "head", "tie_word_embeddings": False}
+DEFAULTS: Mapping[str, Any] = {
+    "intermediate_size": 6144,
+    "qk_norm": "head",
+    "tie_word_embeddings": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
 ROPE_THETA = 10000.0
 
 # What the weights of a model that is trained on are made of, so that no override can change it.
@@ -25,6 +33,8 @@ FIXED_BY_WEIGHTS = (
     *("num_experts", "moe_intermediate_size", "intermediate_size", "qk_norm", "tie_word_embeddings"),
 )
 WHERE_EXPERTS_ARE = ("decoder_sparse_step", "mlp_only_layers")
+# Equal experts whose weights sum to 1 are the dense layer they are made of.
+SUM_TO_ONE: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor": 1.0}
 
 
 class ModelSettings(NamedTuple):
@@ -44,7 +54,8 @@ class _Base(NamedTuple):
 def read_model(arguments: Arguments) -> ModelSettings:
     """The model that --config_name or --model_name_or_path names, with --config_overrides applied.
 
-    ValueError lists every setting that is unknown, missing, not available or not of its type.
+    ValueError lists every setting that is unknown, missing, not available or not of its type; a HubError where the hub
+    was asked in vain.
     """
     name = f"--config_name {arguments.config_name}"
     if arguments.model_name_or_path is not None:
@@ -53,21 +64,25 @@ def read_model(arguments: Arguments) -> ModelSettings:
     faults = [*_override_faults(overrides), *_revision_faults(arguments)]
     kwargs: dict[str, Any] = {}
     notes: tuple[str, ...] = ()
+    kind = ValueError
     try:
         base = _read_base(arguments)
     except ValueError as error:  # nothing is known about the model, so only the names of overrides can be checked
         faults.insert(0, str(error))
+        kind = HubError if isinstance(error, HubError) else ValueError
     else:
-        kwargs = _overridden(base.kwargs, overrides={k: v for k, v in overrides.items() if k in RULES})
+        has_weights = arguments.model_name_or_path is not None
+        known = {k: v for k, v in overrides.items() if k in RULES}
+        kwargs = _overridden(base.kwargs, overrides=known, has_weights=has_weights)
         if base.file is not None:
             faults += [f"{base.file.file}: {fault}" for fault in base.file.faults]
-            if arguments.model_name_or_path is not None:
-                faults += _weights_faults(base, arguments=arguments)
+            if has_weights:
+                faults += _weights_faults(base, kwargs=kwargs, arguments=arguments)
             notes = tuple(_loss_notes(base.file, arguments=arguments))
         faults += value_faults(kwargs)
     if faults:
         lines = "\n".join(f"  - {fault}" for fault in faults)
-        raise ValueError(f"the model ({name}) cannot be used:\n{lines}")
+        raise kind(f"the model ({name}) cannot be used:\n{lines}")
     return ModelSettings({k: float(v) if k in FLOATS else v for k, v in kwargs.items()}, notes)
 
 
@@ -141,8 +156,8 @@ def _config_with_weights(name: str, *, arguments: Arguments) -> Path:
 def _config_on_hub(name: str, *, arguments: Arguments, nowhere: str) -> Path:
     try:
         return fetch_config(HubModel(name, arguments.model_revision))
-    except ValueError as error:
-        raise ValueError(f"{nowhere}, and {error}") from error
+    except HubError as error:
+        raise HubError(f"{nowhere}, and {error}") from error
 
 
 def _upcycled(file: ModelFile, *, arguments: Arguments) -> dict[str, Any]:
@@ -155,12 +170,12 @@ def _upcycled(file: ModelFile, *, arguments: Arguments) -> dict[str, Any]:
         "num_experts": arguments.upcycle_num_experts or 8,
         "num_experts_per_tok": arguments.upcycle_top_k or 2,
         "moe_intermediate_size": file.kwargs.get("intermediate_size"),
-        "norm_topk_prob": True,
+        **SUM_TO_ONE,
     }
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _weights_faults(base: _Base, *, arguments: Arguments) -> Iterator[str]:
+def _weights_faults(base: _Base, *, kwargs: Mapping[str, Any], arguments: Arguments) -> Iterator[str]:
     """What clashes with weights that exist: the wish for experts, and overrides that would make another model."""
     file = base.file
     assert file is not None
@@ -176,13 +191,44 @@ def _weights_faults(base: _Base, *, arguments: Arguments) -> Iterator[str]:
     for key, value in arguments.config_overrides.items():
         if key in by_flags:
             yield f"--config_overrides {key} of a dense model that is upcycled is --{by_flags[key]}"
-        elif key in fixed and value != base.kwargs.get(key):
-            has = base.kwargs.get(key)
+            continue
+        default = _default(key, kwargs=base.kwargs)
+        has, wanted = base.kwargs.get(key, default), default if value is None else value
+        if key in fixed and wanted != has:
             yield f"--config_overrides {key}={value!r} cannot change weights that exist; {file.file} has {has!r}"
+        elif key in SUM_TO_ONE and file.is_dense and wanted != SUM_TO_ONE[key]:
+            yield (
+                f"--config_overrides {key}={value!r} of a dense model that is upcycled is not available, only "
+                f"{SUM_TO_ONE[key]!r}: with experts whose weights sum to something else than 1 it would not start as "
+                "the model it is made of"
+            )
+        elif key == "max_position_embeddings" and _is_dynamic(kwargs) and wanted != has:
+            yield (
+                f"--config_overrides {key}={value!r} would turn positions otherwise than the weights have learnt, "
+                f"since a rotary embedding of type dynamic goes by it; {file.file} has {has!r}"
+            )
 
 
-def _overridden(kwargs: Mapping[str, Any], *, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`kwargs` with `overrides`. null takes a setting back to its default; a rope keeps what is not named anew."""
+def _default(key: str, *, kwargs: Mapping[str, Any]) -> Any:
+    """What the model's configuration takes where `kwargs` do not name a setting; None where that is not known here."""
+    width, heads = kwargs.get("hidden_size"), kwargs.get("num_attention_heads")
+    if key == "num_key_value_heads":
+        return heads
+    if key == "head_dim":
+        return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
+    return DEFAULTS.get(key)
+
+
+def _is_dynamic(kwargs: Mapping[str, Any]) -> bool:
+    rope = kwargs.get("rope_parameters")
+    return isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic"
+
+
+def _overridden(kwargs: Mapping[str, Any], *, overrides: Mapping[str, Any], has_weights: bool) -> dict[str, Any]:
+    """`kwargs` with `overrides`. null takes a setting back to its default; a rope keeps what is not named anew.
+
+    One that stretches the context of weights does so from the length they have learnt.
+    """
     changed = {**kwargs, **overrides}
     before, rope = kwargs["rope_parameters"], overrides.get("rope_parameters")
     theta = overrides.get("rope_theta")
@@ -192,6 +238,9 @@ def _overridden(kwargs: Mapping[str, Any], *, overrides: Mapping[str, Any]) -> d
             changed["rope_parameters"] = {**before, **named}
         elif isinstance(rope, Mapping):
             changed["rope_parameters"] = {"rope_type": "default", "rope_theta": before["rope_theta"], **named, **rope}
+            if has_weights:
+                length = before.get("original_max_position_embeddings", kwargs.get("max_position_embeddings"))
+                changed["rope_parameters"] = with_origin(changed["rope_parameters"], length=length)
     changed.pop("rope_theta", None)
     return {key: value for key, value in changed.items() if value is not None}
 

@@ -25,6 +25,7 @@ class StockType:
     lacks    settings of ours that it does not have
     theta    base of its rotary embedding where the file names none
     window   width of its sliding window where the file names none
+    window_is_off  a window is in use only where use_sliding_window says so; other types take no notice of that
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class StockType:
     lacks: tuple[str, ...] = ()
     theta: float = 10000.0
     window: int | None = None
+    window_is_off: bool = False
 
 
 PLAIN_ROUTING: Mapping[str, Any] = {"score_function": "softmax", "routed_scaling_factor": 1.0, "router_bias": False}
@@ -48,6 +50,7 @@ STOCK_TYPES: Mapping[str, StockType] = {
         renamed={"num_local_experts": "num_experts"},
         implied={**PLAIN_ROUTING, "qk_norm": "head"},
         absent={"num_key_value_heads": 4, "norm_topk_prob": False},
+        window_is_off=True,
     ),
     "olmoe": StockType(
         renamed={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"},
@@ -73,6 +76,7 @@ DENSE_TYPES: Mapping[str, StockType] = {
         implied={"qk_norm": "head"},
         absent={"num_key_value_heads": 32, "head_dim": 128},
         lacks=(*OF_EXPERTS, "clip_qkv"),
+        window_is_off=True,
     ),
 }
 
@@ -129,6 +133,9 @@ ONLY_VALUE: Mapping[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
 }
 
+# Types of rotary embeddings that are stretched from a length, max_position_embeddings where they name no other.
+STRETCHED = ("yarn", "longrope", "llama3")
+
 # Read by rules of their own.
 APART = ("sliding_window", "layer_types", "rope_scaling")
 
@@ -175,10 +182,13 @@ def read_model_file(path: Path, *, dense: bool = False, longest: object = None) 
     kwargs = {key: value for key, value in kwargs.items() if value is not None and key not in stock.lacks}
     if isinstance(content.get("rope_scaling"), Mapping):
         kwargs.setdefault("rope_parameters", _rope_from_scaling(content["rope_scaling"]))
+    kwargs = with_rope_parameters(kwargs, theta=stock.theta)
+    length = kwargs.get("max_position_embeddings")
+    kwargs["rope_parameters"] = _with_factor(with_origin(kwargs["rope_parameters"], length=length), length=length)
     return ModelFile(
         file=file,
         model_type=content.get("model_type"),
-        kwargs=with_rope_parameters(kwargs, theta=stock.theta),
+        kwargs=kwargs,
         losses={key: content[key] for key in LOSS_SETTINGS if content.get(key) is not None},
         faults=[
             *_one_value_faults(content),
@@ -199,6 +209,26 @@ def with_rope_parameters(kwargs: Mapping[str, Any], *, theta: float) -> dict[str
     return values
 
 
+def with_origin(rope: Any, *, length: object) -> Any:
+    """A rope that is stretched with the `length` that it is stretched from, where it names none.
+
+    transformers takes max_position_embeddings then, of which another value would turn all positions otherwise.
+    """
+    if not isinstance(rope, Mapping) or rope.get("rope_type") not in STRETCHED or length is None:
+        return rope
+    return {"original_max_position_embeddings": length, **rope}
+
+
+def _with_factor(rope: Any, *, length: object) -> Any:
+    """A longrope with the factor that transformers derives from max_position_embeddings, `length`, if it names none."""
+    if not isinstance(rope, Mapping) or rope.get("rope_type") != "longrope" or rope.get("factor") is not None:
+        return rope
+    origin = rope.get("original_max_position_embeddings")
+    if not isinstance(length, int) or not isinstance(origin, int) or origin < 1:
+        return rope
+    return {**rope, "factor": length / origin}
+
+
 def _rope_from_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_scaling` of older files, which called the type `type`, as `rope_parameters`."""
     rest = {key: value for key, value in scaling.items() if key not in ("type", "rope_type")}
@@ -214,7 +244,8 @@ def _one_value_faults(content: Mapping[str, Any]) -> Iterator[str]:
 def _attention_faults(content: Mapping[str, Any], *, stock: StockType, longest: object) -> Iterator[str]:
     """Windows that attention would see; one that the longest sequence fits into changes nothing."""
     # A width that is not in use is written out all the same by some files.
-    window = content.get("sliding_window", stock.window) if content.get("use_sliding_window", True) else None
+    in_use = not stock.window_is_off or content.get("use_sliding_window")
+    window = content.get("sliding_window", stock.window) if in_use else None
     fits = isinstance(window, int) and isinstance(longest, int) and window >= longest
     if window is not None and not fits:
         yield (
@@ -222,7 +253,8 @@ def _attention_faults(content: Mapping[str, Any], *, stock: StockType, longest: 
             f"(max_position_embeddings={longest!r}; --config_overrides can lower it)"
         )
     kinds = content.get("layer_types")
-    if kinds is not None and set(kinds) - {"full_attention"} and not fits:
+    harmless = {"full_attention", "sliding_attention"} if fits else {"full_attention"}
+    if kinds is not None and set(kinds) - harmless:
         yield f"layer_types={kinds!r} is not available, only full_attention"
 
 
@@ -244,8 +276,16 @@ def _rope_faults(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"rope_scaling={scaling!r} must be an object with rope_type and its factors"
     elif scaling is not None and not {"type", "rope_type"} & scaling.keys():
         yield f"rope_scaling={scaling!r} names no rope_type"
-    elif scaling is not None and rope is not None:
-        yield "rope_scaling and rope_parameters name the same setting; keep one"
+    elif scaling is not None and rope is not None and not _is_same_rope(scaling, rope):
+        yield "rope_scaling and rope_parameters name the same setting and differ; keep one"
     inside = rope.get("rope_theta") if isinstance(rope, Mapping) else None
     if theta is not None and inside is not None and inside != theta:
         yield f"rope_theta={theta!r} and rope_parameters with rope_theta={inside!r} name the same setting"
+
+
+def _is_same_rope(scaling: Mapping[str, Any], rope: object) -> bool:
+    """Whether both are the same; the base of the angles, which files keep apart, may be in the second alone."""
+    if not isinstance(rope, Mapping):
+        return False
+    theta = rope.get("rope_theta")
+    return {"rope_theta": theta, **_rope_from_scaling(scaling)} == {"rope_theta": theta, **_rope_from_scaling(rope)}

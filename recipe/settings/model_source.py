@@ -19,6 +19,10 @@ class HubModel(NamedTuple):
         return self.name if self.revision is None else f"{self.name} at revision {self.revision}"
 
 
+class HubError(ValueError):
+    """What the hub answered, which may be something else for each process that asks."""
+
+
 class MissingFilesError(FileNotFoundError):
     """A repository that was fetched has not all that a model is made of."""
 
@@ -31,22 +35,26 @@ def is_on_hub(name: str) -> bool:
 def fetch_config(model: HubModel) -> Path:
     """The repository's config.json in this machine's cache, downloaded where it is missing or older than the hub's.
 
-    ValueError where there is none to be had, in the words of `explain`. The folder it is in is named after the commit.
+    HubError where there is none to be had, in the words of `explain`. The folder it is in is named after the commit.
     """
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(model.name, CONFIG_NAME, revision=model.revision))
     except hub_errors() as error:
-        raise ValueError(explain(error, model=model, wanted=CONFIG_NAME)) from error
+        raise HubError(explain(error, model=model, wanted=CONFIG_NAME)) from error
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """What a look at the hub can end with: HTTPError is that of the HTTP library underneath, whichever it is."""
+    """What a look at the hub can end with.
+
+    HTTPError is that of the HTTP library underneath, whichever it is; a RuntimeError comes from the library that
+    moves large files, and where the server's answer lacks something.
+    """
     from huggingface_hub import errors
 
     http_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
-    return (OSError, http_error, errors.HFValidationError)
+    return (OSError, http_error, errors.HFValidationError, RuntimeError)
 
 
 def explain(error: Exception, *, model: HubModel, wanted: str) -> str:
