@@ -5,12 +5,14 @@ world of one. What travels here is pickled Python objects between hosts: decisio
 """
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 POLL_S = 0.01
+MAX_POLL_S = 0.25
 
 
 class RanksMissingError(TimeoutError):
@@ -27,11 +29,19 @@ class Ranks(Protocol):
     def world_size(self) -> int: ...
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's value, by rank, on every rank."""
+        """Every rank's value, by rank, on every rank: as much memory everywhere as all ranks' values take together."""
+        ...
+
+    def first(self, value: object) -> Any:
+        """Rank 0's value on every rank; what the others give is not used."""
         ...
 
     def any(self, value: bool) -> bool:
-        """Whether it is true on any rank; cheap enough for every step."""
+        """Whether it is true on any rank."""
+        ...
+
+    def any_later(self, value: bool) -> Callable[[], bool]:
+        """As `any`, without waiting: ask now, and call what is returned, once and on every rank, for the answer."""
         ...
 
     def barrier(self) -> None:
@@ -52,8 +62,14 @@ class OneRank:
     def gather(self, value: object) -> list[Any]:
         return [value]
 
+    def first(self, value: object) -> Any:
+        return value
+
     def any(self, value: bool) -> bool:
         return value
+
+    def any_later(self, value: bool) -> Callable[[], bool]:
+        return lambda: value
 
     def barrier(self) -> None:
         return None
@@ -88,13 +104,28 @@ class TorchRanks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def first(self, value: object) -> Any:
+        import torch.distributed as dist
+
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group, group_src=0)
+        return values[0]
+
     def any(self, value: bool) -> bool:
+        return self.any_later(value)()
+
+    def any_later(self, value: bool) -> Callable[[], bool]:
         import torch
         import torch.distributed as dist
 
         flag = torch.tensor(int(value), device="cuda" if dist.get_backend(self._group) == "nccl" else "cpu")
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(flag)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(flag)
+
+        return answer
 
     def barrier(self) -> None:
         import torch.distributed as dist
@@ -111,12 +142,21 @@ class TorchRanks:
         number = self._store.add(f"meeting/{self.rank}", 1)
         keys = [f"meeting/{number}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], purpose)
+        complete = f"meeting/{number}/complete"
+        if self._store.add(f"meeting/{number}/present", 1) == self.world_size:
+            self._store.set(complete, purpose)
         deadline_s = time.monotonic() + timeout_s
-        while not self._store.check(keys):
-            if time.monotonic() > deadline_s:
+        pause_s = POLL_S
+        # Not store.wait(), which keeps the store from this process's other threads while it waits.
+        while not self._store.check([complete]):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if not missing:
+                    return
                 raise RanksMissingError(
                     f"{purpose}: rank {self.rank} waited {timeout_s:g} s, but ranks {missing} of {self.world_size} "
                     "did not come; every rank must call it, so it cannot stand under `if rank == 0`"
                 )
-            time.sleep(POLL_S)
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, MAX_POLL_S)

@@ -7,6 +7,7 @@ saves step after step and prints each once it is committed.
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,8 +39,15 @@ class PipeRanks:
             pipe.send(values)
         return values
 
+    def first(self, value: object) -> Any:
+        return self.gather(value if self.rank == 0 else None)[0]
+
     def any(self, value: bool) -> bool:
         return any(self.gather(value))
+
+    def any_later(self, value: bool) -> Callable[[], bool]:
+        answer = self.any(value)
+        return lambda: answer
 
     def barrier(self) -> None:
         self.gather(None)

@@ -28,6 +28,7 @@ from tests.resuming import (
     resume,
     train,
 )
+from tests.states import state_of
 
 ONE, DP, TP, BOTH, WIDE = Case(), Case(dp=2), Case(tp=2, ep=2), Case(dp=2, tp=2, ep=2), Case(tp=4, ep=4)
 # Between them all pairs of layouts, of stages, and of whole experts and slices of them.
@@ -133,11 +134,11 @@ def resume_saying(engine: Any, checkpoint: Checkpoint, case: Case) -> list[str]:
         checkpoint,
         details=details_of(engine.model.config, case),
         seed=1,
-        merge=lambda states: {"rank": engine.mesh.rank},
+        merge=lambda states, *, dp_rank: {"rank": dp_rank},
         ranks=TorchRanks(),
         say=said.append,
     )
-    assert state == {"rank": engine.mesh.rank}
+    assert state == {"rank": engine.mesh.rank}, "in layouts of one rank per group"
     return said
 
 
@@ -160,6 +161,37 @@ def test_the_same_layout_with_other_sub_groups_is_cut_anew(tmp_path: Path) -> No
 
 def test_the_same_layout_is_left_to_deepspeed(tmp_path: Path) -> None:
     assert run_ranks(resume_beside, 1, tmp_path, config_of(), Case(stage=2), {}, {}) == [[]]
+
+
+def bytes_read(rank: int, world_size: int, config: GatherMoeConfig, stages: list[int]) -> list[int]:
+    """Put a state in place under each stage, look at what the engine holds then, and count what was read for it."""
+    from recipe.state.elastic import put_state
+    from recipe.state.native import parts_in_place
+
+    counts = []
+    for stage in stages:
+        state = state_of(config)
+        engine = start_engine(config, full_state(config, seed=2), Case(dp=world_size, stage=stage))
+        with parts_in_place(engine):
+            put_state(engine, state, checkpoint=Checkpoint(3, Path(), {}))
+        counts.append(state.num_bytes)
+        for kind, tensors in held_by(engine).items():
+            for name, tensor in tensors.items():
+                assert torch.equal(tensor, state.tensors[f"{kind}/{name}"]), (stage, kind, name)
+    return counts
+
+
+@pytest.mark.slow
+def test_every_rank_reads_only_what_it_keeps() -> None:
+    config, dp = config_of(), 4
+    state = state_of(config)
+    names = [name for name in state.shapes() if len(state.kinds(name)) == 3]
+    trained = sum(state.tensors[f"weight/{name}"].nbytes for name in names)
+    buffers = sum(state.tensors[f"weight/{name}"].nbytes for name in state.shapes() if name not in names)
+    by_rank = run_ranks(bytes_read, dp, config, [2, 3])
+    of_stage_2, of_stage_3 = (sum(counts) for counts in zip(*by_rank, strict=True))
+    assert of_stage_2 == dp * (trained + buffers) + 2 * trained, "whole weights, and a part of the moments"
+    assert of_stage_3 == dp * buffers + 3 * trained
 
 
 def refusals(rank: int, world_size: int, tries: list[tuple[Checkpoint, GatherMoeConfig]]) -> list[str]:
@@ -218,7 +250,7 @@ def resume_from_the_start(rank: int, world_size: int, folder: Path, config: Gath
     save_native(engine, folder, rank_state={})
     other = start_engine(config, full_state(config, seed=2), case._replace(stage=1))
     checkpoint = Checkpoint(0, folder, details_of(config, case))
-    load_elastic(other, checkpoint, seed=1, merge=lambda states: {}, ranks=TorchRanks())
+    load_elastic(other, checkpoint, seed=1, merge=lambda states, *, dp_rank: {}, ranks=TorchRanks())
     assert counters_of(other)["steps"] == {0.0}
     outcomes = [train(each, config, case, range(2)) for each in (engine, other)]
     assert outcomes[0] == outcomes[1]

@@ -2,18 +2,23 @@
 
 import time
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 
+from recipe.checkpoint.agreement import on_first
+from recipe.checkpoint.errors import CheckpointBrokenError, RanksFailedError
 from recipe.ranks import OneRank, Ranks, RanksMissingError, TorchRanks
 from tests.ranks import run_ranks
+from tests.thread_ranks import on_threads
 
 
 def test_one_rank_is_a_world_of_one() -> None:
     ranks: Ranks = OneRank()
     ranks.barrier()
     ranks.meet("a test", timeout_s=0.0)
-    assert (ranks.rank, ranks.world_size, ranks.gather("mine")) == (0, 1, ["mine"])
+    assert (ranks.rank, ranks.world_size, ranks.gather("mine"), ranks.first("mine")) == (0, 1, ["mine"], "mine")
+    assert (ranks.any(True), ranks.any_later(True)(), ranks.any_later(False)()) == (True, True, False)
 
 
 def _gather(rank: int, world_size: int) -> list[object]:
@@ -26,6 +31,75 @@ def _gather(rank: int, world_size: int) -> list[object]:
 def test_gather_returns_every_value_by_rank_on_every_rank() -> None:
     want = [{"rank": 0, "of": 2, "bytes": b""}, {"rank": 1, "of": 2, "bytes": b"x"}]
     assert run_ranks(_gather, 2) == [want, want]
+
+
+def _ask(ranks: Ranks) -> list[object]:
+    asked = [ranks.any_later(told == ranks.rank) for told in (0, 1, 2)]  # nobody is rank 2
+    found = [ranks.first({"rank": ranks.rank, "bytes": b"x" * ranks.rank}), ranks.gather(ranks.rank)]
+    return [*found, *(answer() for answer in asked), ranks.any(ranks.rank == 1), ranks.any(False)]
+
+
+def _ask_as_a_process(rank: int, world_size: int) -> list[object]:
+    return _ask(TorchRanks())
+
+
+def test_the_first_rank_speaks_and_any_rank_is_heard_later() -> None:
+    want = [{"rank": 0, "bytes": b""}, [0, 1], True, True, False, True, False]
+    assert run_ranks(_ask_as_a_process, 2) == [want, want]
+    assert on_threads(2, _ask) == [want, want]
+
+
+@pytest.mark.parametrize("error", [None, CheckpointBrokenError(Path("a-file"), "missing"), OSError("a full disk")])
+def test_what_only_one_rank_does_comes_from_it_alone(error: Exception | None) -> None:
+    """A gather would give every rank as many copies of the largest value as there are ranks."""
+
+    def act() -> str:
+        if error is not None:
+            raise error
+        return "done"
+
+    def ask(ranks: Ranks) -> str:
+        with patch.object(ranks, "gather", side_effect=AssertionError("gathered")):
+            return on_first(act if ranks.rank == 0 else lambda: pytest.fail("another rank acted"), ranks=ranks)
+
+    outcomes = on_threads(3, ask)
+    if error is None:
+        assert outcomes == ["done"] * 3
+    elif isinstance(error, CheckpointBrokenError):
+        assert [(type(outcome), str(outcome)) for outcome in outcomes] == [(type(error), "a-file: missing")] * 3
+    else:
+        want = (RanksFailedError, "rank 0: OSError: a full disk")
+        assert [(type(outcome), str(outcome)) for outcome in outcomes] == [want] * 3
+
+
+def _wait_an_hour(rank: int, world_size: int, released: str) -> tuple[list[float], list[int]] | None:
+    """Rank 0 waits alone by a clock of its own; how long its pauses are, and how many keys it asks for at a time."""
+    ranks = TorchRanks()
+    waited: tuple[list[float], list[int]] | None = None
+    if rank == 0:
+        pauses: list[float] = []
+        store = Mock(wraps=ranks._store)
+        with patch("recipe.ranks.time") as clock, patch.object(ranks, "_store", store):
+            clock.monotonic = lambda: sum(pauses)
+            clock.sleep = pauses.append
+            with pytest.raises(RanksMissingError, match=r"waited 3600 s, but ranks \[1\] of 2 did not come"):
+                ranks.meet("a test", timeout_s=3600.0)
+        waited = pauses, [len(call.args[0]) for call in store.check.call_args_list]
+        Path(released).touch()
+    else:
+        while not Path(released).exists():
+            time.sleep(0.01)
+        ranks.meet("catching up", timeout_s=5.0)
+    ranks.barrier()
+    return waited
+
+
+def test_who_waits_asks_for_one_key_and_ever_less_often(tmp_path: Path) -> None:
+    (pauses, num_keys), _ = run_ranks(_wait_an_hour, 2, str(tmp_path / "released"))
+    assert pauses[:6] == [0.01, 0.02, 0.04, 0.08, 0.16, 0.25]
+    assert set(pauses[6:-1]) == {0.25}
+    assert sum(pauses) == pytest.approx(3600.0)
+    assert set(num_keys) == {1}
 
 
 def _meet_alone(rank: int, world_size: int, caller: int, released: str) -> tuple[str, float] | None:

@@ -21,20 +21,30 @@ class ThreadRanks:
         self._table = table
 
     def gather(self, value: object) -> list[Any]:
-        self._table[self.rank] = pickle.dumps(value)
-        self._barrier.wait(WAIT_S)
-        values = [pickle.loads(text) for text in self._table]
-        self._barrier.wait(WAIT_S)
-        return values
+        return self._read(value, rows=slice(None))
+
+    def first(self, value: object) -> Any:
+        return self._read(value, rows=slice(1))[0]
 
     def any(self, value: bool) -> bool:
         return any(self.gather(value))
+
+    def any_later(self, value: bool) -> Callable[[], bool]:
+        answer = self.any(value)
+        return lambda: answer
 
     def barrier(self) -> None:
         self._barrier.wait(WAIT_S)
 
     def meet(self, purpose: str, *, timeout_s: float) -> None:
         self._barrier.wait(WAIT_S)
+
+    def _read(self, value: object, *, rows: slice) -> list[Any]:
+        self._table[self.rank] = pickle.dumps(value)
+        self._barrier.wait(WAIT_S)
+        values = [pickle.loads(text) for text in self._table[rows]]
+        self._barrier.wait(WAIT_S)
+        return values
 
 
 def on_threads(world_size: int, function: Callable[[Ranks], Any]) -> list[Any]:

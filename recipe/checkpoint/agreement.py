@@ -18,15 +18,33 @@ class _Outcome(NamedTuple):
 
 
 def on_every(action: Callable[[], T], *, ranks: Ranks) -> list[T]:
-    """Run `action` on every rank and return the results by rank, or raise RanksFailedError on every rank."""
-    cause: Exception | None = None
+    """Run `action` on every rank and return the results by rank, or raise RanksFailedError on every rank.
+
+    All results are in the memory of every rank, each as large as the largest: let them be small.
+    """
+    mine, cause = _attempt(action)
+    return [cast("T", value) for value in _values(ranks.gather(mine), cause=cause)]
+
+
+def on_first(action: Callable[[], T], *, ranks: Ranks) -> T:
+    """Run `action` on rank 0 alone and give its result, or its error, to every rank."""
+    mine, cause = _attempt(action) if ranks.rank == 0 else (None, None)
+    (value,) = _values([ranks.first(mine)], cause=cause)
+    return cast("T", value)
+
+
+def _attempt(action: Callable[[], object]) -> tuple[_Outcome, Exception | None]:
+    """What to tell the other ranks, and the error itself for this one."""
     try:
-        mine = _Outcome(value=action())
+        return _Outcome(value=action()), None
     except CheckpointError as error:
-        cause, mine = error, _Outcome(error=error)
+        return _Outcome(error=error), error
     except Exception as error:
-        cause, mine = error, _Outcome(failure=f"{type(error).__name__}: {error}")
-    outcomes: list[_Outcome] = ranks.gather(mine)
+        return _Outcome(failure=f"{type(error).__name__}: {error}"), error
+
+
+def _values(outcomes: list[_Outcome], *, cause: Exception | None) -> list[object]:
+    """The results of ranks 0, 1, …, or their error; `cause` is this rank's own."""
     for outcome in outcomes:
         if outcome.error is not None and outcome.error is cause:
             raise outcome.error
@@ -35,12 +53,7 @@ def on_every(action: Callable[[], T], *, ranks: Ranks) -> list[T]:
     failures = {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure is not None}
     if failures:
         raise RanksFailedError(failures) from cause
-    return [cast("T", outcome.value) for outcome in outcomes]
-
-
-def on_first(action: Callable[[], T], *, ranks: Ranks) -> T:
-    """Run `action` on rank 0 alone and give its result, or its error, to every rank."""
-    return cast("T", on_every(action if ranks.rank == 0 else lambda: None, ranks=ranks)[0])
+    return [outcome.value for outcome in outcomes]
 
 
 def check_all_see(folder: Path, *, ranks: Ranks) -> None:

@@ -1,7 +1,7 @@
 """Go on from a checkpoint in whatever layout: the same numbers in the same places by DeepSpeed, any others cut anew."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from recipe.engine import Engine
 from recipe.ranks import Ranks
 from recipe.state.native import (
     describe_partition,
+    kept,
     load_native,
     parts_in_place,
     restore_counters,
@@ -24,13 +25,26 @@ from recipe.state.native import (
 from recipe.state.open_state import open_training_state
 from recipe.state.random_states import reseed
 from recipe.state.rank_files import Counters, read_rank_file
-from recipe.state.training_state import NATIVE_FOLDER, WEIGHT, TrainingState
+from recipe.state.training_state import NATIVE_FOLDER, WEIGHT, TrainingState, boxes_between, cut, size_of
 
 # Details of a checkpoint that decide who holds what; any of them may differ when training goes on.
 LAYOUT = ("dp", "tp", "ep", "zero_stage", "precision")
 
 RankState = dict[str, Any]  # what a training loop kept of a rank
-Merge = Callable[[list[RankState]], RankState]
+
+
+class Merge(Protocol):
+    """What group `dp_rank` goes on with, from the rank states of all old groups, one of each in their order."""
+
+    def __call__(self, states: list[RankState], *, dp_rank: int) -> RankState: ...
+
+
+class _Merged(NamedTuple):
+    """What goes to every rank: as much for a thousand old groups as for one."""
+
+    counters: Counters
+    first: RankState  # of the first group
+    other: RankState  # of every other one
 
 
 def resume_training(
@@ -62,8 +76,8 @@ def resume_training(
 def load_elastic(engine: Engine, checkpoint: Checkpoint, *, seed: int, merge: Merge, ranks: Ranks) -> RankState:
     """Put weights, moments, counters and the routers' biases into the places of this engine. Collective.
 
-    Every rank reads its own shards only, one kind of one parameter at a time. Random states are seeded by `reseed`.
-    Returns what `merge` makes of the rank states of the old groups, one of each in their order.
+    Every rank reads what it keeps and no more, one kind of one parameter at a time. Random states are seeded by
+    `reseed`. Returns what `merge` makes of the old groups' rank states on rank 0: for the first group or for any other.
 
     Raises on every rank alike: ValueError where parameters are to be trained that were frozen then,
     CheckpointBrokenError or RanksFailedError.
@@ -78,9 +92,10 @@ def load_elastic(engine: Engine, checkpoint: Checkpoint, *, seed: int, merge: Me
     def put() -> None:
         put_state(engine, open_training_state(folder, details=details), checkpoint=checkpoint)
 
-    def read_groups() -> tuple[Counters, list[RankState]]:
+    def merge_groups() -> _Merged:
         files = [read_rank_file(folder, dp_rank * details["tp"]) for dp_rank in range(details["dp"])]
-        return files[0].counters, [file.state for file in files]
+        states = [file.state for file in files]
+        return _Merged(files[0].counters, first=merge(states, dp_rank=0), other=merge(states, dp_rank=1))
 
     frozen = on_first(find_frozen, ranks=ranks)
     if frozen:
@@ -91,10 +106,10 @@ def load_elastic(engine: Engine, checkpoint: Checkpoint, *, seed: int, merge: Me
         )
     with parts_in_place(engine):
         on_every(put, ranks=ranks)
-    counters, states = on_first(read_groups, ranks=ranks)
-    restore_counters(engine, counters)
+    merged = on_first(merge_groups, ranks=ranks)
+    restore_counters(engine, merged.counters)
     reseed(seed, step=checkpoint.step, dp_rank=engine.mesh.dp_rank)
-    return merge(states)
+    return merged.other if engine.mesh.dp_rank else merged.first
 
 
 @torch.no_grad()
@@ -111,19 +126,32 @@ def put_state(engine: Engine, state: TrainingState, *, checkpoint: Checkpoint) -
     for name, tensor in stored_tensors(model).items():
         shard = table.shard(name, shapes[name], group_rank=mesh.group_rank)
         if not isinstance(tensor, nn.Parameter):
-            tensor.copy_(_read_shard(state, name, kind=WEIGHT, shard=shard))
+            value = _read_elements(state, name, kind=WEIGHT, shard=shard, wanted=range(tensor.numel()))
+            tensor.copy_(value.view(tensor.shape))
             continue
         for kind in state.kinds(name) if tensor.requires_grad and state.step else (WEIGHT,):
-            write_numbers(engine, tensor, _read_shard(state, name, kind=kind, shard=shard), kind=kind)
+            own = kept(engine, tensor, kind=kind)
+            write_numbers(engine, tensor, _read_elements(state, name, kind=kind, shard=shard, wanted=own), kind=kind)
 
 
-def _read_shard(state: TrainingState, name: str, *, kind: str, shard: Shard) -> Tensor:
-    part = state.read(name, kind=kind, ranges=shard.ranges)
-    if tuple(part.shape) == shard.shape:
-        return part
-    local = part.new_zeros(shard.shape)
-    local[tuple(slice(0, size) for size in part.shape)] = part
-    return local
+def _read_elements(state: TrainingState, name: str, *, kind: str, shard: Shard, wanted: range) -> Tensor:
+    """Some elements of a shard, flattened; only these are read."""
+    boxes = boxes_between(shard.shape, wanted.start, wanted.stop)
+    parts = [_read_box(state, name, kind=kind, shard=shard, box=box).flatten() for box in boxes]
+    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
+
+
+def _read_box(state: TrainingState, name: str, *, kind: str, shard: Shard, box: tuple[tuple[int, int], ...]) -> Tensor:
+    """A part of a shard, given in its own indices. What pads the shard is not in the state, and 0."""
+    ranges = tuple(cut(held, *wanted) for held, wanted in zip(shard.ranges, box, strict=True))
+    shape = tuple(end - start for start, end in box)
+    in_state = tuple(size_of(dim) for dim in ranges)
+    if in_state == shape:
+        return state.read(name, kind=kind, ranges=ranges)
+    part = torch.zeros(shape)
+    if 0 not in in_state:
+        part[tuple(slice(0, size) for size in in_state)] = state.read(name, kind=kind, ranges=ranges)
+    return part
 
 
 def _check_tensors(state: TrainingState, shapes: Mapping[str, tuple[int, ...]], *, checkpoint: Checkpoint) -> None:
@@ -145,11 +173,15 @@ def _difference(engine: Engine, checkpoint: Checkpoint, *, details: Mapping[str,
         return f"whole tensors as {_layout_words(details)}"
     if any(then[name] != details[name] for name in LAYOUT):
         return f"{_layout_words(then)} as {_layout_words(details)}"
-    now = describe_partition(engine)
-    if all(on_every(lambda: read_rank_file(folder, ranks.rank).partition == now, ranks=ranks)):
+
+    def holds_the_same() -> bool:
+        return read_rank_file(folder, ranks.rank).partition == describe_partition(engine)
+
+    if all(on_every(holds_the_same, ranks=ranks)):
         return None
     optimizer = on_first(lambda: read_rank_file(folder, 0).partition.optimizer, ranks=ranks)
-    return f"{_layout_words(details)} with other parts on the ranks ({optimizer} then, {now.optimizer} now)"
+    now = type(engine.ds.optimizer).__name__
+    return f"{_layout_words(details)} with other parts on the ranks ({optimizer} then, {now} now)"
 
 
 def _layout_words(details: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +25,16 @@ MANY_FAULTS = 10  # more are counted only
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A checkpoint in a folder of them. `faults` come from names and sizes alone; empty where it is complete."""
+    """A checkpoint in a folder of them. `faults` is empty where it is complete.
+
+    `checksums` as in Inspection: the contents of those that are newer than the one looked into have been compared, too.
+    """
 
     folder: Path
     step: int
     details: Mapping[str, Any]
     num_bytes: int
+    checksums: bool
     faults: tuple[CheckpointBrokenError, ...]
 
 
@@ -79,14 +83,13 @@ def inspect_path(given: Path, *, checksums: bool, values: bool) -> Inspected:
         return Inspected([], inspection, inspection.faults[0] if inspection.faults else None)
     checkpoints = [_summarise(folder) for folder in folders]
     reasons = []
-    for checkpoint in reversed(checkpoints):
-        faults = checkpoint.faults
-        if not faults:
+    for number, checkpoint in reversed(list(enumerate(checkpoints))):
+        if not checkpoint.faults:
             inspection = inspect_checkpoint(checkpoint.folder, checksums=checksums, values=values)
-            faults = inspection.faults
-        if not faults:
-            return Inspected(checkpoints, inspection, None)
-        reasons.append(f"  - {faults[0]}")
+            checkpoints[number] = replace(checkpoint, faults=inspection.faults, checksums=checksums)
+            if not inspection.faults:
+                return Inspected(checkpoints, inspection, None)
+        reasons.append(f"  - {checkpoints[number].faults[0]}")
     error = NoCompleteCheckpointError("\n".join([f"no checkpoint in {given} is complete:", *reasons]))
     return Inspected(checkpoints, None, error)
 
@@ -118,10 +121,11 @@ def inspect_checkpoint(folder: Path, *, checksums: bool, values: bool) -> Inspec
 
 
 def as_json(inspected: Inspected) -> str:
-    """One object: the checkpoints, the one looked into, and the error in words."""
+    """One object: the checkpoints, those passed over, the one looked into, and the error in words."""
     checkpoints, inspection, error = inspected
     content = {
         "checkpoints": [asdict(checkpoint) for checkpoint in checkpoints],
+        "passed_over": list(_passed_over(inspected)),
         "checkpoint": None if inspection is None else asdict(inspection),
         "error": error,
     }
@@ -135,12 +139,23 @@ def describe(inspected: Inspected) -> Iterator[str]:
         yield from map(_table_line, inspected.checkpoints)
     if inspected.inspection is not None:
         yield from ([""] if inspected.checkpoints else [])
+        yield from (f"passed over {line}" for line in _passed_over(inspected))
         yield from (f"{name:<11} {text}" for name, text in _describe_one(inspected.inspection))
+
+
+def _passed_over(inspected: Inspected) -> Iterator[str]:
+    """Why the checkpoints that are newer than the one looked into were not looked into."""
+    if inspected.inspection is not None:
+        for checkpoint in inspected.checkpoints:
+            if checkpoint.step > inspected.inspection.step:
+                yield f"{checkpoint.folder.name}: {checkpoint.faults[0]}"
 
 
 def _table_line(checkpoint: Summary) -> str:
     details, faults = checkpoint.details, checkpoint.faults
-    state = f"broken: {faults[0].file.name}: {faults[0].reason}" if faults else "complete"
+    state = "complete" if checkpoint.checksums else "complete by size"
+    if faults:
+        state = f"broken: {faults[0].file.name}: {faults[0].reason}"
     return (
         f"{checkpoint.step:>9}  {_layout(details):<22}  {details.get('zero_stage', '-'):>4}  "
         f"{details.get('format', 'native'):<6}  {_count(details.get('tokens')):>17}  "
@@ -200,12 +215,13 @@ def _summarise(folder: StepFolder) -> Summary:
     try:
         manifest = read_manifest(folder.path)
     except CheckpointBrokenError as error:
-        return Summary(folder=folder.path, step=folder.step, details={}, num_bytes=0, faults=(error,))
+        return Summary(folder=folder.path, step=folder.step, details={}, num_bytes=0, checksums=False, faults=(error,))
     return Summary(
         folder=folder.path,
         step=folder.step,
         details=manifest.details,
         num_bytes=sum(manifest.sizes_bytes.values()),
+        checksums=False,
         faults=tuple(_faults(folder.path, manifest, checksums=False)),
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
@@ -12,7 +12,6 @@ from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
@@ -26,7 +25,7 @@ from recipe.state.rank_files import (
     FOLDER,
     Counters,
     Partition,
-    Piece,
+    Place,
     RankFile,
     rank_path,
     read_rank_file,
@@ -129,37 +128,46 @@ def full_precision_shard(parameter: nn.Parameter) -> Tensor:
 
 
 def describe_partition(engine: Engine) -> Partition:
-    """Where this rank's optimizer has the numbers of each parameter."""
+    """Where the optimizer has the numbers of each parameter."""
     tensors = stored_tensors(engine.model)
     shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in tensors.items()}
-    numbers = {}
+    held = ((name, p) for name, p in engine.model.named_parameters() if p.requires_grad)
+    places = _places(engine)
+    return Partition(
+        optimizer=type(engine.ds.optimizer).__name__,
+        shapes=shapes,
+        places={name: places[id(parameter)] for name, parameter in held},
+    )
+
+
+def _places(engine: Engine) -> dict[int, Place]:
+    """Of all that the optimizer trains, by the id of the parameter."""
+    optimizer = engine.ds.optimizer
     if engine.zero_stage == 0:
-        held = (parameter for group in engine.ds.optimizer.param_groups for parameter in group["params"])
-        numbers = {id(parameter): number for number, parameter in enumerate(held)}
-    pieces = {}
-    for name, parameter in engine.model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        found = _piece(engine, parameter, number=numbers.get(id(parameter)))
-        pieces[name] = () if found is None else (found,)
-    return Partition(optimizer=type(engine.ds.optimizer).__name__, shapes=shapes, pieces=pieces)
-
-
-def _piece(engine: Engine, parameter: Any, *, number: int | None) -> Piece | None:
-    """`number` is the parameter's in the optimizer's state where there is no ZeRO."""
-    if number is not None:
-        return Piece(number, 0, 0, parameter.numel())
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return {id(p): Place(number, 0, p.numel(), 0) for number, p in enumerate(held)}
     if engine.zero_stage == 3:
-        zero = engine.ds.optimizer
-        group, start, width = zero.grad_position[zero.get_param_id(parameter)]
-        offset = engine.mesh.dp_rank * width
-        numel = min(width, parameter.ds_numel - offset)  # the last parts are padded
-        return Piece(group, start, offset, numel) if numel > 0 else None
+        trained = [p for p in engine.model.parameters() if p.requires_grad]
+        found = {id(p): optimizer.grad_position[optimizer.get_param_id(p)] for p in trained}
+        return {key: Place(group, start, width, 0) for key, (group, start, width) in found.items()}
+    places = {}
+    for number, group in enumerate(_flat_groups(engine)):
+        width = group.whole.numel() // engine.mesh.layout.dp
+        for parameter in group.parameters:
+            # DeepSpeed makes all parameters views of one tensor, which the ranks share in equal parts.
+            start = (parameter.data_ptr() - group.whole.data_ptr()) // group.whole.element_size()
+            assert _is_at(start, parameter, width=width, dp_rank=engine.mesh.dp_rank)
+            places[id(parameter)] = Place(number, 0, width, -start)
+    return places
+
+
+def _is_at(start: int, parameter: Any, *, width: int, dp_rank: int) -> bool:
+    """Whether DeepSpeed has this rank's part of a parameter, if there is one, where the parameter's place says."""
+    piece = Place(0, 0, width, -start).piece(dp_rank, numel=parameter.numel())
     fragment = parameter._hp_mapping
     if fragment is None:
-        return None
-    address = fragment.hp_fragment_address
-    return Piece(fragment.param_group_index, address.start, fragment.lp_fragment_address.start, address.numel)
+        return piece.numel == 0
+    return piece == (fragment.hp_fragment_address.start, fragment.lp_fragment_address.start, piece.numel)
 
 
 def start_moments(engine: Engine, *, step: float) -> None:
@@ -170,7 +178,7 @@ def start_moments(engine: Engine, *, step: float) -> None:
     elif engine.zero_stage == 3:
         inner, held = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat
     else:
-        inner, held = optimizer.optimizer, [flat for _, flat in _flat_groups(engine)]
+        inner, held = optimizer.optimizer, [group.part for group in _flat_groups(engine)]
     for tensor in held:
         device = tensor.device if inner.defaults.get("fused") else "cpu"
         counter = torch.tensor(step, dtype=torch.float32, device=device)
@@ -184,17 +192,24 @@ def link_moments(engine: Engine) -> None:
     And then only those of the first group of parameters, since it does so after that group's step.
     """
     if engine.zero_stage in (1, 2):
-        for parameters, flat in _flat_groups(engine):
-            lazy_init_hp_params_optimizer_state(parameters, flat, engine.ds.optimizer.optimizer.state)
+        for group in _flat_groups(engine):
+            lazy_init_hp_params_optimizer_state(group.parameters, group.part, engine.ds.optimizer.optimizer.state)
 
 
-def _flat_groups(engine: Engine) -> Iterator[tuple[list[nn.Parameter], Tensor]]:
-    """The parameters of every group of the optimizer and this rank's flat part of them, under ZeRO 1 and 2."""
+class _FlatGroup(NamedTuple):
+    """A group of the optimizer's parameters under ZeRO 1 and 2: all of it in one tensor, and this rank's part of it."""
+
+    parameters: list[nn.Parameter]
+    whole: Tensor
+    part: Tensor  # float32
+
+
+def _flat_groups(engine: Engine) -> list[_FlatGroup]:
     optimizer = engine.ds.optimizer
-    names = ("bit16_groups", "single_partition_of_fp32_groups")
+    names = ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups")
     if not hasattr(optimizer, names[0]):
-        names = ("bf16_groups", "fp32_groups_flat_partition")
-    yield from zip(*(getattr(optimizer, name) for name in names), strict=True)
+        names = ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition")
+    return [_FlatGroup(*group) for group in zip(*(getattr(optimizer, name) for name in names), strict=True)]
 
 
 @contextmanager
@@ -207,15 +222,30 @@ def parts_in_place(engine: Engine) -> Iterator[None]:
         engine.ds.optimizer.checkpoint_event_epilogue()
 
 
+def kept(engine: Engine, parameter: Any, *, kind: str) -> range:
+    """Which elements of this rank's shard of a parameter, flattened, this rank keeps of one of the KINDS."""
+    if engine.zero_stage == 3:
+        width = parameter.ds_tensor.numel()
+        piece = Place(0, 0, width, 0).piece(engine.mesh.dp_rank, numel=parameter.ds_numel)
+        return range(piece.offset, piece.offset + piece.numel)
+    if kind == WEIGHT or engine.zero_stage == 0:
+        return range(parameter.numel())
+    if parameter._hp_mapping is None:
+        return range(0)
+    address = parameter._hp_mapping.lp_fragment_address
+    return range(address.start, address.start + address.numel)
+
+
 def write_numbers(engine: Engine, parameter: Any, value: Tensor, *, kind: str) -> None:
     """Replace one of the KINDS of a parameter: its weight, for the forward and the optimizer alike, or a moment.
 
-    `value` is this rank's shard, whole over ZeRO; of a frozen parameter there is but the weight. Not collective; the
-    moments of stages 1 and 2 must have been linked.
+    `value` is what is `kept` of it, flat; of a frozen parameter there is but the weight. Not collective; the moments of
+    stages 1 and 2 must have been linked.
     """
     trained = parameter.requires_grad
     if engine.zero_stage == 3:
-        local = _own_part(value, like=parameter.ds_tensor, dp_rank=engine.mesh.dp_rank)
+        # All parts are equally long, the last ones filled up with zeros.
+        local = torch.cat([value, value.new_zeros(parameter.ds_tensor.numel() - value.numel())])
         if kind != WEIGHT:
             safe_set_local_optimizer_state(parameter, local, kind)
             return
@@ -223,20 +253,13 @@ def write_numbers(engine: Engine, parameter: Any, value: Tensor, *, kind: str) -
         if trained:
             safe_set_local_fp32_param(parameter, local)
     elif kind == WEIGHT:
-        parameter.data.copy_(value)
+        parameter.data.copy_(value.view(parameter.shape))
         if trained and engine.zero_stage:
             safe_set_full_fp32_param(parameter, value)
-    elif engine.zero_stage:
-        safe_set_full_optimizer_state(parameter, value, kind)
-    else:
-        engine.ds.optimizer.state[parameter][kind].copy_(value)
-
-
-def _own_part(value: Tensor, *, like: Tensor, dp_rank: int) -> Tensor:
-    """What ZeRO-3 keeps of a shard on one rank: equal parts, the last ones filled up with zeros."""
-    width = like.numel()
-    part = value.flatten()[dp_rank * width :][:width]
-    return torch.cat([part, part.new_zeros(width - part.numel())])
+    elif engine.zero_stage == 0:
+        engine.ds.optimizer.state[parameter][kind].copy_(value.view(parameter.shape))
+    elif parameter._hp_mapping is not None:
+        parameter._hp_mapping.get_optim_state_fragment(kind).copy_(value)
 
 
 def read_training_state(engine: Engine, parameter: nn.Parameter) -> list[Tensor]:
@@ -256,4 +279,5 @@ def read_training_state(engine: Engine, parameter: nn.Parameter) -> list[Tensor]
 def write_training_state(engine: Engine, parameter: nn.Parameter, state: list[Tensor]) -> None:
     """Put back what `read_training_state` gave, changed; inside `parts_in_place`."""
     for kind, value in zip(KINDS, state, strict=False):
-        write_numbers(engine, parameter, value, kind=kind)
+        own = kept(engine, parameter, kind=kind)
+        write_numbers(engine, parameter, value.flatten()[own.start : own.stop], kind=kind)

@@ -1,11 +1,12 @@
 """DeepSpeed's own files of a checkpoint, read as whole tensors: any part, on any machine, without an engine.
 
-Files are mapped into memory, and of them only the rows of the shards that overlap the asked part are touched.
+Only files that hold some of the asked part are opened, mapped into memory; nothing else of them is touched.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,33 +14,31 @@ import torch
 from torch import Tensor
 
 from modeling.layout import ParallelLayout
-from modeling.shard_table import Ranges, Shard, ShardTable
+from modeling.shard_table import Ranges, ShardTable
 from recipe.checkpoint.errors import CheckpointBrokenError
-from recipe.state.rank_files import Partition, rank_path, read_rank_file
+from recipe.state.rank_files import Partition, Place, rank_path, read_rank_file
 from recipe.state.training_state import (
     KINDS,
     NATIVE_FOLDER,
     WEIGHT,
     Overlap,
-    copy_overlap,
+    copy_run,
     empty_part,
     overlaps,
 )
 
 
 class _Run(NamedTuple):
-    """Elements of a rank's shard in one flat tensor: `offset` of the shard is `start` there; None is all zeros."""
+    """Elements of a shard, flattened, from `begin` on."""
 
-    flat: Tensor | None
-    start: int
-    offset: int
-    numel: int
+    numbers: Tensor
+    begin: int
 
 
 class NativeFiles:
     """The TrainingState in a checkpoint's deepspeed/ and ranks/.
 
-    A parameter's numbers are found by the pieces that every rank noted when it saved (recipe/state/rank_files.py).
+    A parameter's numbers are found by the places that ranks noted when they saved (recipe/state/rank_files.py).
     """
 
     def __init__(self, folder: Path, *, details: Mapping[str, Any]) -> None:
@@ -49,10 +48,11 @@ class NativeFiles:
         self._stage = int(details["zero_stage"])
         self._prefix = "bf16_" if details["precision"] == "bf16" else ""
         self._table = ShardTable(self._layout, details["model.num_key_value_heads"], details["model.qk_norm"])
-        self._partitions: dict[int, Partition] = {}
         self._contents: dict[str, Any] = {}
-        first = self._partition(0)
-        self._trained = first.pieces.keys()
+        file = read_rank_file(folder, 0)
+        first, self._counters = file.partition, file.counters
+        self._partitions = {0: first}
+        self._trained = first.places.keys()
         self._shapes = {
             name: self._table.full_shape(name, tuple(shape), vocab_size=details["model.vocab_size"])
             for name, shape in first.shapes.items()
@@ -69,100 +69,112 @@ class NativeFiles:
 
     @cached_property
     def step(self) -> float:
-        """AdamW's step counter. CheckpointBrokenError where it is not the same for all parameters."""
+        """AdamW's step counter.
+
+        CheckpointBrokenError where it is not the same for all parameters, or missing though the run took steps.
+        """
         file, states = self._optimizer_states(dp_rank=0, group_rank=0)
         steps = {float(state["step"]) for state in states.values() if "step" in state}
         if len(steps) > 1:
             reason = f"its parameters took different numbers of steps: {sorted(steps)}"
             raise CheckpointBrokenError(self._path(file), reason)
+        taken = self._counters.global_steps - self._counters.skipped_steps
+        if not steps and taken:
+            raise CheckpointBrokenError(self._path(file), f"has no optimizer state, though the run took {taken} steps")
         return steps.pop() if steps else 0.0
 
     def read(self, name: str, *, kind: str, ranges: tuple[Ranges, ...]) -> Tensor:
-        """As TrainingState. Holds at most one old rank's shard beside the result, where that rank had it in parts."""
+        """As TrainingState; holds nothing but the result."""
         part = empty_part(ranges)
         found = 0
         for group_rank in range(self._layout.tp):
             shard = self._table.shard(name, self._shapes[name], group_rank=group_rank)
             by_dim = tuple(overlaps(wanted, held) for wanted, held in zip(ranges, shard.ranges, strict=True))
-            if shard.replica or not all(by_dim):
+            if shard.replica:
                 continue
-            runs = list(self._runs(name, kind=kind, group_rank=group_rank, numel=math.prod(shard.shape)))
-            for rows in by_dim[0]:
-                held = self._read_rows(runs, rows, shard=shard)
-                copy_overlap(part, held, ([rows._replace(source=0)], *by_dim[1:]))
-                self.num_bytes += held.numel() * held.element_size()
-            found += math.prod(sum(overlap.width for overlap in dim) for dim in by_dim)
+            for box in product(*by_dim):
+                target = part[tuple(slice(dim.target, dim.target + dim.width) for dim in box)]
+                self._fill(target, name, kind=kind, group_rank=group_rank, shape=shard.shape, box=box)
+                found += target.numel()
         assert found == part.numel(), (name, ranges)
+        self.num_bytes += part.nbytes
         return part
 
-    def _read_rows(self, runs: list[_Run], rows: Overlap, *, shard: Shard) -> Tensor:
-        """Some rows of an old rank's shard."""
-        row_numel = math.prod(shard.shape[1:])
-        start, numel = rows.source * row_numel, rows.width * row_numel
-        shape = (rows.width, *shard.shape[1:])
-        out: Tensor | None = None
-        for run in runs:
-            first, last = max(start, run.offset), min(start + numel, run.offset + run.numel)
-            if first >= last:
-                continue
-            here = torch.zeros(()).expand(last - first)
-            if run.flat is not None:
-                here = run.flat[run.start + first - run.offset :][: last - first]
-            if last - first == numel:
-                return here.view(shape)
-            out = torch.empty(numel) if out is None else out
-            out[first - start : last - start] = here
-        assert out is not None
-        return out.view(shape)
-
-    def _runs(self, name: str, *, kind: str, group_rank: int, numel: int) -> Iterator[_Run]:
-        """Where the `numel` elements of a rank's shard are, in any order."""
-        covered = 0
-        for run in self._held(name, kind=kind, group_rank=group_rank, numel=numel):
-            covered += run.numel
-            yield run
-        if covered != numel:
+    def _fill(
+        self, target: Tensor, name: str, *, kind: str, group_rank: int, shape: tuple[int, ...], box: Sequence[Overlap]
+    ) -> None:
+        """Read a part of an old rank's shard of `shape`."""
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        begin = sum(dim.source * stride for dim, stride in zip(box, strides, strict=True))
+        end = sum((dim.source + dim.width - 1) * stride for dim, stride in zip(box, strides, strict=True)) + 1
+        runs = self._runs(name, kind=kind, group_rank=group_rank, numel=math.prod(shape), wanted=range(begin, end))
+        num_found = sum(copy_run(target, run.numbers, begin=run.begin, shape=shape, box=box) for run in runs)
+        if num_found != target.numel():
             where = rank_path(self._folder, group_rank)
-            raise CheckpointBrokenError(where, f"of {name}, {covered:,} of {numel:,} elements are in the files")
+            reason = f"of {name}, {num_found:,} of {target.numel():,} elements are in the files"
+            raise CheckpointBrokenError(where, reason)
 
-    def _held(self, name: str, *, kind: str, group_rank: int, numel: int) -> Iterator[_Run]:
-        layout, trained = self._layout, name in self._trained
-        if self._stage == 0 or not trained:
-            yield from self._replicated(name, kind=kind, group_rank=group_rank, numel=numel)
+    def _runs(self, name: str, *, kind: str, group_rank: int, numel: int, wanted: range) -> Iterator[_Run]:
+        """Where the `wanted` ones of the `numel` elements of a rank's shard are; files of others are not opened."""
+        place = self._place(name, group_rank=group_rank, numel=numel)
+        if place is None:
+            numbers = self._replicated(name, kind=kind, group_rank=group_rank)
+            yield _Run(_zeros(numel) if numbers is None else numbers.reshape(-1), 0)
             return
-        for dp_rank in range(layout.dp):
-            for piece in self._partition(dp_rank * layout.tp + group_rank).pieces[name]:
-                flat = self._flat(piece.group, kind=kind, dp_rank=dp_rank, group_rank=group_rank)
-                yield _Run(flat, piece.start, piece.offset, piece.numel)
+        for dp_rank in place.holders(wanted.start, wanted.stop, dp=self._layout.dp):
+            piece = place.piece(dp_rank, numel=numel)
+            if name in self._trained:
+                flat = self._flat(place.group, kind=kind, dp_rank=dp_rank, group_rank=group_rank)
+            else:
+                flat = self._frozen(name, dp_rank=dp_rank, group_rank=group_rank)
+            numbers = _zeros(piece.numel) if flat is None else flat[piece.start :][: piece.numel]
+            yield _Run(numbers, piece.offset)
 
-    def _replicated(self, name: str, *, kind: str, group_rank: int, numel: int) -> Iterator[_Run]:
-        """What every data-parallel rank held alike; but for what ZeRO-3 froze, which it cuts evenly."""
-        if kind != WEIGHT:
-            (piece,) = self._partition(group_rank).pieces[name]
-            _, states = self._optimizer_states(dp_rank=0, group_rank=group_rank)
-            moment = states.get(piece.group, {}).get(kind)
-            yield _Run(None if moment is None else moment.reshape(-1), 0, 0, numel)
-            return
+    def _place(self, name: str, *, group_rank: int, numel: int) -> Place | None:
+        """How the data-parallel ranks share a parameter; None where each has all of it."""
+        if name in self._trained:
+            return self._partition(group_rank).places[name] if self._stage else None
+        if self._stage < 3:
+            return None
         file = self._model_file(dp_rank=0, group_rank=group_rank)
-        content = self._content(file)
-        if self._stage < 3 or name in self._entry(file, content, "buffer_names"):
-            yield _Run(self._entry(file, content["module"], name).reshape(-1), 0, 0, numel)
-            return
-        width = -(-numel // self._layout.dp)
-        for dp_rank in range(self._layout.dp):
-            file = self._model_file(dp_rank=dp_rank, group_rank=group_rank)
-            fragment = self._entry(file, self._content(file).get("frozen_param_fragments"), name)
-            offset = dp_rank * width
-            yield _Run(fragment.reshape(-1), 0, offset, max(0, min(width, numel - offset)))
+        is_buffer = name in self._entry(file, self._content(file), "buffer_names")
+        return None if is_buffer else Place(group=0, start=0, width=-(-numel // self._layout.dp), first=0)
+
+    def _replicated(self, name: str, *, kind: str, group_rank: int) -> Tensor | None:
+        """What every data-parallel rank held alike; None for moments before the first step."""
+        if kind != WEIGHT:
+            return self._moment(
+                self._partition(group_rank).places[name].group, kind=kind, dp_rank=0, group_rank=group_rank
+            )
+        file = self._model_file(dp_rank=0, group_rank=group_rank)
+        found: Tensor = self._entry(file, self._entry(file, self._content(file), "module"), name)
+        return found
+
+    def _frozen(self, name: str, *, dp_rank: int, group_rank: int) -> Tensor:
+        """A rank's part of what ZeRO-3 does not train."""
+        file = self._model_file(dp_rank=dp_rank, group_rank=group_rank)
+        fragment: Tensor = self._entry(file, self._content(file).get("frozen_param_fragments"), name)
+        return fragment.reshape(-1)
 
     def _flat(self, group: int, *, kind: str, dp_rank: int, group_rank: int) -> Tensor | None:
         """A flat tensor of a rank's optimizer under ZeRO; None for moments before the first step."""
         if kind != WEIGHT:
-            _, states = self._optimizer_states(dp_rank=dp_rank, group_rank=group_rank)
-            return states.get(group, {}).get(kind)
+            return self._moment(group, kind=kind, dp_rank=dp_rank, group_rank=group_rank)
         file = self._optimizer_file(dp_rank=dp_rank, group_rank=group_rank)
         name = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
-        return self._entry(file, self._entry(file, self._content(file).get("optimizer_state_dict"), name), group)
+        flat: Tensor = self._entry(
+            file, self._entry(file, self._content(file).get("optimizer_state_dict"), name), group
+        )
+        return flat
+
+    def _moment(self, number: int, *, kind: str, dp_rank: int, group_rank: int) -> Tensor | None:
+        """Of a tensor of a rank's optimizer, by its number there; None before the first step, which means zeros."""
+        file, states = self._optimizer_states(dp_rank=dp_rank, group_rank=group_rank)
+        moment: Tensor | None = states.get(number, {}).get(kind)
+        if moment is None and self.step:
+            reason = f"has no {kind} of the optimizer's tensor {number}, though it took {self.step:g} steps"
+            raise CheckpointBrokenError(self._path(file), reason)
+        return moment
 
     def _optimizer_states(self, *, dp_rank: int, group_rank: int) -> tuple[str, Mapping[int, Mapping[str, Any]]]:
         """The file of a rank's optimizer, and in it the state of its tensors by their number."""
@@ -206,3 +218,8 @@ class NativeFiles:
         if rank not in self._partitions:
             self._partitions[rank] = read_rank_file(self._folder, rank).partition
         return self._partitions[rank]
+
+
+def _zeros(numel: int) -> Tensor:
+    """As many zeros, in the memory of one."""
+    return torch.zeros(()).expand(numel)

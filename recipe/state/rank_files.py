@@ -13,32 +13,55 @@ FOLDER = "ranks"
 
 
 class Piece(NamedTuple):
-    """Numbers of a trained parameter in a flat tensor of the optimizer on one rank; counts of elements.
+    """Numbers of a parameter in a flat tensor on one data-parallel rank; counts of elements.
 
-    group   which of the flat tensors, as the optimizer's state counts them
     start   the first element there
-    offset  the same element in this rank's shard of the parameter, flattened
-    numel   how many
+    offset  the same element in the shard of the parameter, flattened
+    numel   how many, 0 where the rank has none of them
     """
 
-    group: int
     start: int
     offset: int
     numel: int
 
 
+class Place(NamedTuple):
+    """Where all data-parallel ranks together hold a trained parameter's numbers, by one rule for every ZeRO stage.
+
+    In flat tensor `group` (as the optimizer's state counts them) of rank r, the `width` elements from `start` on are
+    those from r * width + first on of the parameter's shard, flattened, as far as the shard reaches.
+    """
+
+    group: int
+    start: int
+    width: int
+    first: int
+
+    def piece(self, dp_rank: int, *, numel: int) -> Piece:
+        """What a rank holds of a shard of `numel` elements."""
+        first = dp_rank * self.width + self.first
+        begin, end = max(first, 0), min(first + self.width, numel)
+        return Piece(self.start + begin - first, begin, max(0, end - begin))
+
+    def holders(self, begin: int, end: int, *, dp: int) -> range:
+        """The ranks that hold elements `begin` to `end` of a shard, of which there is at least one."""
+        return range(max(0, (begin - self.first) // self.width), min(dp, (end - 1 - self.first) // self.width + 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """How one rank's optimizer holds the model: what DeepSpeed's own files do not say of themselves.
+    """How the optimizer holds the model: what DeepSpeed's own files do not say of themselves.
+
+    It is the same on all data-parallel ranks, so that who reads needs the file of the first one only.
 
     optimizer  the class of DeepSpeed's optimizer
     shapes     of this rank's shard of every stored tensor, by name
-    pieces     of every trained parameter; none where its numbers are on other data-parallel ranks
+    places     of every trained parameter
     """
 
     optimizer: str
     shapes: Mapping[str, tuple[int, ...]]
-    pieces: Mapping[str, tuple[Piece, ...]]
+    places: Mapping[str, Place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +95,7 @@ def to_content(file: RankFile) -> dict[str, Any]:
     return {
         "optimizer": partition.optimizer,
         "shapes": dict(partition.shapes),
-        "pieces": {name: [tuple(piece) for piece in pieces] for name, pieces in partition.pieces.items()},
+        "places": {name: tuple(place) for name, place in partition.places.items()},
         "counters": vars(file.counters),
         "random": file.random,
         "state": file.state,
@@ -84,9 +107,9 @@ def read_rank_file(folder: Path, rank: int) -> RankFile:
     path = rank_path(folder, rank)
     try:
         content = torch.load(path, weights_only=False, map_location="cpu")
-        pieces = {name: tuple(Piece(*piece) for piece in found) for name, found in content["pieces"].items()}
+        places = {name: Place(*place) for name, place in content["places"].items()}
         return RankFile(
-            partition=Partition(optimizer=content["optimizer"], shapes=content["shapes"], pieces=pieces),
+            partition=Partition(optimizer=content["optimizer"], shapes=content["shapes"], places=places),
             counters=Counters(**content["counters"]),
             random=content["random"],
             state=content["state"],

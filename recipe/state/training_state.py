@@ -1,7 +1,8 @@
 """What a checkpoint holds of the training: weights and moments as whole tensors, of which any part can be read."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -70,12 +71,70 @@ def overlaps(target: Ranges, source: Ranges) -> list[Overlap]:
     return found
 
 
+def cut(ranges: Ranges, start: int, end: int) -> Ranges:
+    """Of the indices that `ranges` list one after the other, number `start` to `end`, as far as there are so many."""
+    found = []
+    at = 0
+    for first, last in ranges:
+        begin, stop = max(first, first + start - at), min(last, first + end - at)
+        if begin < stop:
+            found.append((begin, stop))
+        at += last - first
+    return tuple(found)
+
+
+def boxes_between(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Elements `start` to `end` of a tensor in row-major order as parts of it, in order: an index range per dimension.
+
+    The whole rows are one part; a row that is cut at the beginning or at the end is cut in turn.
+    """
+    row_numel = prod(shape[1:])
+    first, last = -(-start // row_numel), end // row_numel  # the whole rows
+    if start >= end:
+        return
+    if first > last:
+        rest = boxes_between(shape[1:], start - last * row_numel, end - last * row_numel)
+        yield from (((last, first), *box) for box in rest)
+        return
+    if start < first * row_numel:
+        rest = boxes_between(shape[1:], start - (first - 1) * row_numel, row_numel)
+        yield from (((first - 1, first), *box) for box in rest)
+    if first < last:
+        yield ((first, last), *((0, size) for size in shape[1:]))
+    if last * row_numel < end:
+        yield from (((last, last + 1), *box) for box in boxes_between(shape[1:], 0, end - last * row_numel))
+
+
 def copy_overlap(target: Tensor, source: Tensor, by_dim: tuple[list[Overlap], ...]) -> None:
     """Write into `target` what `source` has of it; both are parts of one whole tensor."""
     for places in product(*by_dim):
         to = tuple(slice(place.target, place.target + place.width) for place in places)
         of = tuple(slice(place.source, place.source + place.width) for place in places)
         target[to].copy_(source[of])
+
+
+def copy_run(target: Tensor, run: Tensor, *, begin: int, shape: tuple[int, ...], box: Sequence[Overlap]) -> int:
+    """Write into `target` what a run of elements has of a part of a tensor; returns how many elements that are.
+
+    The run has those from `begin` on, in row-major order, of a tensor of `shape`, of which `target` is to be the part
+    that the `source` and `width` of `box` say. Nothing else of the run is touched.
+    """
+    end, row_numel = begin + run.numel(), prod(shape[1:])
+    (_, source, width), inner = box[0], box[1:]
+    first, last = max(source, -(-begin // row_numel)), min(source + width, end // row_numel)
+    num_copied = 0
+    if first < last:
+        rows = run[first * row_numel - begin : last * row_numel - begin].view(last - first, *shape[1:])
+        rows = rows[(slice(None), *(slice(dim.source, dim.source + dim.width) for dim in inner))]
+        target[first - source : last - source].copy_(rows)
+        num_copied += rows.numel()
+    # Rows that the run has a part of: its first one and its last one, which may be the same.
+    cut_rows = {row for row, cut_off in ((begin // row_numel, begin), (end // row_numel, end)) if cut_off % row_numel}
+    for row in sorted(row for row in cut_rows if source <= row < source + width):
+        start, stop = max(begin, row * row_numel), min(end, (row + 1) * row_numel)
+        part = run[start - begin : stop - begin]
+        num_copied += copy_run(target[row - source], part, begin=start - row * row_numel, shape=shape[1:], box=inner)
+    return num_copied
 
 
 def empty_part(ranges: tuple[Ranges, ...]) -> Tensor:
