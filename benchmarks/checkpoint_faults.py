@@ -24,9 +24,11 @@ from pathlib import Path
 
 import psutil
 
-from recipe.checkpoint.errors import CheckpointWriteError, NoCompleteCheckpointError, NotEnoughSpaceError
+from recipe.checkpoint import errors
+from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.folders import LATEST, list_checkpoints, step_in_name
 from recipe.checkpoint.manifest import MANIFEST_NAME
+from recipe.ranks import OneRank
 from recipe.stop import STOPPED
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +58,7 @@ class Row:
     times: int = 0
     interrupted: int = 0  # faults that met a save half done
     lost: int = 0  # a complete checkpoint was gone afterwards
-    broken: int = 0  # a broken checkpoint was resumed from
+    broken: int = 0  # a broken checkpoint was resumed from, or left where a run had ended
     fresh: int = 0  # training began again at step 0
     hung: int = 0  # processes were left after LIMIT_S
     odd_exit: int = 0  # another exit code than documented
@@ -147,9 +149,10 @@ def strike(campaign: Campaign, row: Row, fault: Callable[[Campaign, subprocess.P
     """Start, save, strike at a random moment of the next half second, start again, and see what is gone on from."""
     known = campaign.newest()
     for _ in range(times):
+        sound = [folder.step for folder in list_checkpoints(campaign.checkpoints) if is_sound(folder.path)]
         process = campaign.start()
         campaign.wait_for_a_save(process, after=known)
-        check_beginning(campaign, row, known=known)
+        check_beginning(campaign, row, known=known, sound=sound)
         time.sleep(campaign.moments.uniform(0.0, 0.5))
         session, committed, began_s = process.pid, campaign.newest(), time.monotonic()
         fault(campaign, process)
@@ -164,12 +167,21 @@ def strike(campaign: Campaign, row: Row, fault: Callable[[Campaign, subprocess.P
         say(row)
 
 
-def check_beginning(campaign: Campaign, row: Row, *, known: int) -> None:
-    """What the run that has just been started says it goes on from, beside what is known to be complete."""
+def is_sound(folder: Path) -> bool:
+    try:
+        verify_checkpoint(folder, ranks=OneRank())
+    except errors.CheckpointBrokenError:
+        return False
+    return True
+
+
+def check_beginning(campaign: Campaign, row: Row, *, known: int, sound: list[int]) -> None:
+    """What the run that has just been started says it goes on from, beside what had been saved, and what was sound."""
     resumed = re.search(r"resuming from \S*/step-(\d+)", campaign.said())
     step = int(resumed[1]) if resumed else 0
     row.fresh += known > 0 and step == 0
     row.lost += 0 < step < known
+    row.broken += step > 0 and step not in sound
 
 
 def wait_until_gone(process: subprocess.Popen[str], session: int) -> int | None:
@@ -213,6 +225,21 @@ def damage(campaign: Campaign, row: Row, spoil: Callable[[Path], None], times: i
         row.lost += f"passing over {spoiled.name}" not in said or f"resuming from {older}" not in said
         say(row)
         shutil.rmtree(spoiled)
+
+
+def replace_damaged(campaign: Campaign, row: Row) -> None:
+    """Spoil the newest and train up to its step: it must be saved anew, and gone on from behind it."""
+    make_two(campaign)
+    spoiled = list_checkpoints(campaign.checkpoints)[-1]
+    flip_a_bit(spoiled.path)
+    for last in (spoiled.step, spoiled.step + 1):
+        process = campaign.start(max_steps=last)
+        row.odd_exit += process.wait(START_S) != 0
+        row.lost += campaign.newest() != last
+        row.broken += not is_sound(spoiled.path)
+    row.fresh += f"resuming from {spoiled.path}" not in campaign.said()
+    row.times += 1
+    say(row)
 
 
 def make_two(campaign: Campaign) -> None:
@@ -276,11 +303,14 @@ def fill_the_disk(campaign: Campaign, row: Row) -> None:
         code = wait_until_gone(process, process.pid)
         row.times += 1
         row.hung += code is None
-        row.odd_exit += code != CheckpointWriteError.exit_code
+        row.odd_exit += code != errors.CheckpointWriteError.exit_code
         complete = [folder.step for folder in list_checkpoints(checkpoints) if (folder.path / MANIFEST_NAME).exists()]
         row.lost += not complete
         process = campaign.start(output_dir=output)
-        row.odd_exit += process.wait(START_S) not in (NotEnoughSpaceError.exit_code, CheckpointWriteError.exit_code)
+        row.odd_exit += process.wait(START_S) not in (
+            errors.NotEnoughSpaceError.exit_code,
+            errors.CheckpointWriteError.exit_code,
+        )
         (disk / "full").unlink()
         process = campaign.start(max_steps=complete[-1], output_dir=output)
         row.odd_exit += process.wait(START_S) != 0
@@ -307,7 +337,7 @@ def spoil_all(campaign: Campaign, row: Row) -> None:
     for folder in list_checkpoints(copy / "checkpoints"):
         flip_a_bit(folder.path)
     process = campaign.start(output_dir=copy)
-    row.odd_exit += process.wait(START_S) != NoCompleteCheckpointError.exit_code
+    row.odd_exit += process.wait(START_S) != errors.NoCompleteCheckpointError.exit_code
     row.times += 1
     row.fresh += "starting at step 0" in campaign.said()
     shutil.rmtree(copy)
@@ -331,7 +361,12 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 KILLS = (("SIGKILL, one rank", kill_one), ("SIGKILL, all", kill_all), ("SIGTERM, one rank", tell_one))
 DAMAGES = (("file cut in half", truncate), ("bit flipped", flip_a_bit), ("a rank's file gone", remove_a_ranks_file))
-ENDS = (("all broken", spoil_all), ("read-only folder", write_protect), ("disk full", fill_the_disk))
+ENDS = (
+    ("newest broken, trained again", replace_damaged),
+    ("all broken", spoil_all),
+    ("read-only folder", write_protect),
+    ("disk full", fill_the_disk),
+)
 
 
 def main() -> int:

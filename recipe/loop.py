@@ -6,17 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from modeling.placement import place_experts
 from recipe.checkpoint.agreement import on_every, on_first
 from recipe.checkpoint.background import open_saver
 from recipe.checkpoint.commit import Save
+from recipe.checkpoint.count_experts import ExpertCounter
+from recipe.checkpoint.errors import CheckpointWriteError
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
-from recipe.checkpoint.expert_counts import read_expert_counts, write_expert_counts
+from recipe.checkpoint.expert_counts import ExpertCounts, read_expert_counts, write_expert_counts
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import Checkpoint
-from recipe.checkpoint.folders import LATEST
+from recipe.checkpoint.folders import path_of_step, step_folder
 from recipe.data.batches import evaluation_batches
 from recipe.data.check_batches import check_batches
 from recipe.data.loader import LoaderOptions, Step, StepLoader
@@ -71,7 +71,8 @@ class TrainingLoop:
         self._meter = StepMeter()
         self._step = self._position = 0
         self._already_s = 0.0  # training time behind the sums of an unfinished log line
-        self._expert_counts: Tensor | None = None  # [L_moe, E] of this group since the last checkpoint
+        self._expert_counts = ExpertCounter(step=0, saved=None)
+        self._saved_step: int | None = None  # of the last checkpoint that this run wrote or, as its own, went on from
         self._last: StepRecord | None = None
         self._evaluation: EvalRecord | None = None
         self._stop = StopSignal(run.ranks, command=find_deepspeed_command())
@@ -90,9 +91,9 @@ class TrainingLoop:
             self._already_s = state["elapsed_s"]
             engine.restore_loads(state["loads"])
             self._step, self._position = checkpoint.step, checkpoint.details["position"]
+            self._look_into(checkpoint)
             if run.arguments.place_experts:
                 self._place_experts(checkpoint.folder)
-        self._saved_step = self._step
         self._writer = self._open_metrics()
         # All ranks of a machine measure at once, so that the sum is what they can do together.
         run.ranks.barrier()
@@ -130,6 +131,8 @@ class TrainingLoop:
             if first:
                 check_batches(step.micro_batches, ranks=run.ranks, tp=run.mesh.layout.tp)
                 first = False
+            self._stop.watch()
+            self._saver.watch()
             grad_norm = self._take(step, bar)
             bar.advance()
             if self._step % run.arguments.logging_steps == 0 or self._step == max_steps:
@@ -148,8 +151,7 @@ class TrainingLoop:
         schedule, peak = run.settings.schedule, run.settings.optimizer.learning_rate
         grad_norm = engine.update(learning_rate=learning_rate_at(self._step, schedule=schedule, peak=peak))
         self._position = step.position
-        counts_LE = sums.expert_counts.double()
-        self._expert_counts = counts_LE if self._expert_counts is None else self._expert_counts + counts_LE
+        self._expert_counts.add(sums.expert_counts)
         self._meter.add(
             sums,
             num_targets=sum(batch.num_targets for batch in step.micro_batches),
@@ -178,6 +180,18 @@ class TrainingLoop:
         )
         return make_step_record(combined, state=state, sizes=run.config.sizes, peak_flops_per_s=self._peak_flops_per_s)
 
+    def _look_into(self, checkpoint: Checkpoint) -> None:
+        """Whether the checkpoint that was loaded is one of this run, and what it says of the experts. Collective."""
+        own, counts = step_folder(self.run.folder.checkpoints, checkpoint.step), checkpoint.folder / COUNTS_NAME
+
+        def look() -> tuple[bool, ExpertCounts | None]:
+            is_own = checkpoint.folder.resolve() == own.resolve()
+            return is_own, read_expert_counts(counts) if counts.exists() else None
+
+        is_own, saved = on_first(look, ranks=self.run.ranks)
+        self._saved_step = checkpoint.step if is_own else None
+        self._expert_counts = ExpertCounter(step=checkpoint.step, saved=saved)
+
     def _place_experts(self, folder: Path) -> None:
         """Even the ranks' work out by the loads in a checkpoint that has just been loaded. Collective."""
         counts = read_expert_counts(folder / COUNTS_NAME)
@@ -185,6 +199,7 @@ class TrainingLoop:
         numbers = [placement.numbers for placement in placements]
         move_experts(self._engine, numbers)
         self._meter.renumber_experts(numbers)
+        self._expert_counts.renumber(numbers)
         before, after = (max(values) for values in zip(*((p.rho_now, p.rho) for p in placements), strict=True))
         self.run.say(
             f"experts placed by the routing of steps {counts.first_step} to {counts.last_step}: in the most uneven "
@@ -200,6 +215,7 @@ class TrainingLoop:
             check_replicas(self._engine, self.run.ranks)
         if is_last:
             return
+        self._saver.check()
         with self._clock.paused():
             if _is_due(self._step, every=arguments.eval_steps):
                 self._evaluate(bar, writer)
@@ -209,19 +225,39 @@ class TrainingLoop:
 
     def _finish(self, bar: ProgressBar, writer: MetricsWriter | None) -> None:
         """Evaluate, unless the run is stopped, and save what has not been saved."""
+        with self._clock.paused():
+            if not self._stop.agreed:
+                self._evaluate(bar, writer)
+            if self._stop.agreed:
+                bar.say(f"told to stop: saving step {self._step}, then leaving")
+            is_last, failure = not self._stop.agreed, None
+            try:
+                self._saver.wait()
+            except CheckpointWriteError as error:
+                bar.say(f"a save in the background has failed; trying step {self._step} before leaving with its error")
+                failure, self._saved_step = error, None
+            try:
+                if self._lacks_checkpoint(is_last=is_last):
+                    self._save(is_last=is_last)
+                self._saver.wait()
+            except CheckpointWriteError as error:
+                if failure is None:
+                    raise
+                raise failure from error
+            if failure is not None:
+                raise failure
+
+    def _lacks_checkpoint(self, *, is_last: bool) -> bool:
+        """Whether the run has to be saved as it is now; one that was complete when it was resumed may not. Collective.
+
+        A folder of this step proves nothing: it may be broken, or what training came to on another way here.
+        """
         run = self.run
-        if not self._stop.agreed:
-            self._evaluate(bar, writer)
-        if self._stop.agreed:
-            bar.say(f"told to stop: saving step {self._step}, then leaving")
-        is_last = not self._stop.agreed
-        self._saver.wait()
-        saved = run.folder.checkpoints / f"step-{self._step}"
+        if self._step != self._saved_step:
+            return True
+        hf = step_folder(run.folder.checkpoints, self._step) / FOLDER
         wants_hf = is_last and run.arguments.hf_save != "never"
-        # A run that was already complete when it was resumed may have nothing new to save.
-        lacking = on_first(lambda: not saved.is_dir() or (wants_hf and not (saved / FOLDER).is_dir()), ranks=run.ranks)
-        if lacking:
-            self._save(is_last=is_last)
+        return wants_hf and not on_first(hf.is_dir, ranks=run.ranks)
 
     def _evaluate(self, bar: ProgressBar, writer: MetricsWriter | None) -> None:
         run, layout = self.run, self.run.mesh.layout
@@ -250,7 +286,7 @@ class TrainingLoop:
             expected_bytes=self._size.total_bytes(with_hf=with_hf),
         )
         self._saver.save(save, write=partial(self._write_files, with_hf=with_hf))
-        self._expert_counts, self._saved_step = None, self._step
+        self._saved_step = self._step
 
     def _write_files(self, folder: Path, files: Files, *, with_hf: bool) -> None:
         run = self.run
@@ -259,13 +295,12 @@ class TrainingLoop:
             "elapsed_s": self._clock.elapsed_s(),
             "loads": self._engine.loads(),
         }
-        steps = (self._saved_step + 1, self._step)
-        expert_counts = self._gather_expert_counts()
+        counts = self._expert_counts.save(self._step, ranks=run.ranks, tp=run.mesh.layout.tp)
 
         def write() -> None:
             save_native(self._engine, folder, rank_state=rank_state, files=files)
-            if expert_counts and run.ranks.rank == 0:
-                write_expert_counts(folder, expert_counts, first_step=steps[0], last_step=steps[1])
+            if counts is not None and run.ranks.rank == 0:
+                write_expert_counts(folder, counts.counts, first_step=counts.first_step, last_step=counts.last_step)
 
         # Whoever fails here must not leave the others in the export's collectives.
         on_every(write, ranks=run.ranks)
@@ -292,12 +327,6 @@ class TrainingLoop:
             loss=None if self._last is None else self._last.loss,
             eval_loss=None if self._evaluation is None else self._evaluation.eval_loss,
         )
-
-    def _gather_expert_counts(self) -> list[list[float]]:
-        """Per MoE layer and expert, over all ranks since the last checkpoint; nothing without layers or steps."""
-        counts = [] if self._expert_counts is None else self._expert_counts.tolist()
-        groups = self.run.ranks.gather(counts)[:: self.run.mesh.layout.tp]
-        return [[math.fsum(expert) for expert in zip(*layer, strict=True)] for layer in zip(*groups, strict=True)]
 
     def _loader(self, bar: ProgressBar) -> StepLoader:
         run = self.run
@@ -328,15 +357,18 @@ class TrainingLoop:
         return on_every_rank(open_writer, ranks=run.ranks)
 
     def _results(self) -> TrainResults:
-        latest = self.run.folder.checkpoints / LATEST
-        hf_folder = latest / FOLDER
+        def find() -> tuple[Path, bool]:
+            checkpoint = path_of_step(self.run.folder.checkpoints, self._step)
+            return checkpoint, (checkpoint / FOLDER).is_dir()
+
+        checkpoint, has_hf = on_first(find, ranks=self.run.ranks)
         return TrainResults(
             steps=self._step,
             tokens=self._position * self.run.settings.block_size,
             last=self._last,
             evaluation=self._evaluation,
-            checkpoint=latest,
-            hf_folder=hf_folder if hf_folder.is_dir() else None,
+            checkpoint=checkpoint,
+            hf_folder=checkpoint / FOLDER if has_hf else None,
             stopped=self._stop.agreed,
         )
 

@@ -259,10 +259,11 @@ class TrainingClock:
     def __init__(self, now: Callable[[], float] = time.perf_counter, *, already_s: float = 0.0) -> None:
         self._now = now
         self._start_s = now() - already_s
+        self._paused_at_s: float | None = None
 
     def elapsed_s(self) -> float:
-        """Seconds since the last lap, which goes on."""
-        return self._now() - self._start_s
+        """Seconds since the last lap, which goes on; in a pause, up to the beginning of that."""
+        return (self._now() if self._paused_at_s is None else self._paused_at_s) - self._start_s
 
     def lap(self) -> float:
         """Seconds since the last lap, or since the start."""
@@ -271,9 +272,10 @@ class TrainingClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        paused_at_s = self._now()
+        paused_at_s = self._paused_at_s = self._now()
         yield
         self._start_s += self._now() - paused_at_s
+        self._paused_at_s = None
 
 
 def read_peak_memory_bytes(device: str) -> int:

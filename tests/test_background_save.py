@@ -5,8 +5,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -126,6 +128,52 @@ def test_a_reported_error_is_not_raised_again(tmp_path: Path) -> None:
     saver.wait()
 
 
+def test_all_ranks_hear_of_a_failure_between_two_saves(tmp_path: Path) -> None:
+    def watch(ranks: Ranks, saver: BackgroundSaver) -> None:
+        saver.check()
+        saver.save(save_of(tmp_path, 1), write=lambda folder, files: (folder / str(ranks.rank)).touch())
+        saver.wait()
+        saver.watch()
+        saver.check()
+        saver.save(save_of(tmp_path, 2), write=_fail_on_rank_1(ranks.rank))
+        assert saver._thread is not None
+        saver._thread.join(WAIT_S)
+        saver.watch()
+        saver.check()
+
+    for error in on_saving_threads(2, watch):
+        assert isinstance(error, CheckpointWriteError)
+        assert "step-2 could not be saved" in str(error)
+    assert entries(tmp_path) == ["latest", "step-1"]
+
+
+def test_a_failed_question_of_the_past_is_not_answered_twice(tmp_path: Path) -> None:
+    saver = one_rank_saver()
+    saver.save(save_of(tmp_path, 1), write=_fail_on_rank_1(1))
+    assert saver._thread is not None
+    saver._thread.join(WAIT_S)
+    saver.watch()
+    with pytest.raises(CheckpointWriteError, match="step-1 could not be saved"):
+        saver.check()
+    saver.check()
+
+
+def test_a_group_that_breaks_down_in_the_background_is_a_failed_save(tmp_path: Path) -> None:
+    class Broken(OneRank):
+        def gather(self, value: object) -> list[Any]:
+            raise RuntimeError("connection closed by peer")
+
+        def first(self, value: object) -> Any:
+            raise RuntimeError("connection closed by peer")
+
+    saver = BackgroundSaver(OneRank(), background=Broken())
+    saver.save(save_of(tmp_path, 3), write=lambda folder, files: files.write(folder / "a", Path.touch))
+    why = rf"step-3 could not be saved in {tmp_path}: rank 0: RuntimeError: connection closed by peer\. .* removed\."
+    with pytest.raises(CheckpointWriteError, match=why):
+        saver.wait()
+    assert entries(tmp_path) == []
+
+
 def test_copies_in_pinned_memory_are_waited_for_once_and_kept_for_the_thread_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +225,8 @@ def test_what_cannot_be_copied_fails_the_save_and_leaves_no_rank_behind(tmp_path
 
 
 def _open_savers(rank: int, world_size: int, root: Path) -> list[Any]:
+    import torch.distributed as dist
+
     from recipe.ranks import TorchRanks
 
     def write(folder: Path, files: Files) -> None:
@@ -194,8 +244,12 @@ def _open_savers(rank: int, world_size: int, root: Path) -> list[Any]:
             saver.save(save_of(root / "both", 2), write=_fail_on_rank_1(rank))
             raise ValueError("in training")
 
-    with pytest.raises(ValueError, match="in training") as caught:
+    with (
+        pytest.raises(ValueError, match="in training") as caught,
+        patch.object(dist, "new_group", side_effect=dist.new_group) as new_group,
+    ):
         fail_in_training()
+    new_group.assert_called_once_with(backend="gloo", timeout=timedelta(hours=12))  # gloo's own would be 30 minutes
     return [*told, entries(root / "both"), caught.value.__notes__]
 
 

@@ -240,6 +240,25 @@ def test_a_checkpoint_without_files_is_refused(tmp_path: Path) -> None:
         save(tmp_path, 1, write=lambda folder, files: None)
 
 
+def test_a_file_that_the_first_rank_does_not_see_is_named(tmp_path: Path) -> None:
+    """As on a node whose file system is its own below the folder of the checkpoint."""
+
+    def save_together(ranks: Ranks) -> None:
+        def write(folder: Path, files: Files) -> None:
+            elsewhere = tmp_path / "local" if ranks.rank else folder
+            files.write(folder / f"rank{ranks.rank}", lambda path: (elsewhere / path.name).write_bytes(b"x"))
+
+        write_checkpoint(Save(root=tmp_path / "root", step=1, keep=None, details={}), ranks=ranks, write=write)
+
+    (tmp_path / "local").mkdir()
+    for error in on_threads(2, save_together):
+        assert isinstance(error, CheckpointWriteError)
+        path = tmp_path / "root" / ".staging-step-1" / "rank1"
+        assert f"{path}, written by rank 1, is not there on host " in str(error)
+        assert "the output folder must be on a file system that all ranks share" in str(error)
+    assert entries(tmp_path / "root") == []
+
+
 def test_the_manifests_name_is_reserved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointWriteError, match=r"manifest.json was written into the checkpoint, but that name"):
         save(tmp_path, 1, write=write_file("manifest.json"))

@@ -194,17 +194,18 @@ def train_until_full(rank: int, world_size: int, flags: Flags, *, disk: Path, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("small_disk", [6144], indirect=True)
 @pytest.mark.parametrize(
-    ("moment", "in_background", "last_step"), [("before", False, 4), ("within", False, 4), ("within", True, 6)]
+    ("moment", "in_background", "last_steps"),
+    [("before", False, [4]), ("within", False, [4]), ("within", True, [5, 6])],  # heard at the end of a step
 )
 def test_r_ckpt_10_a_disk_that_fills_up_after_the_first_save_leaves_it_usable(
-    moment: str, in_background: bool, last_step: int, small_disk: Path, tmp_path: Path
+    moment: str, in_background: bool, last_steps: list[int], small_disk: Path, tmp_path: Path
 ) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1})
     flags |= {"output_dir": small_disk / "run", "save_steps": 2, "save_total_limit": 1, "async_save": in_background}
     answers = run_ranks(train_until_full, 2, flags, disk=small_disk, moment=moment)
     assert answers[0] == answers[1]
     text, num_steps = answers[0]
-    assert num_steps == last_step
+    assert num_steps in last_steps
     root = small_disk / "run" / "checkpoints"
     why = {"before": r"it needs about [\d,]+ bytes, but only [\d,]+ are free", "within": r"rank 0: .*"}[moment]
     assert re.fullmatch(

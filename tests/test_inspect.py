@@ -77,7 +77,8 @@ def test_a_run_folder_lists_its_checkpoints_and_describes_the_newest(
     header, first, second, empty, *rest = out.splitlines()
     assert header.split() == ["step", "layout", "ZeRO", "form", "tokens", "size", "state"]
     assert first.split()[:7] == ["3", "dp=2", "tp=2", "ep=2", "2", "whole", "576"]
-    assert second.split() == ["6", "dp=2", "tp=2", "ep=2", "3", "native", "1,152", "4.5", "KiB", "complete"]
+    assert second.split()[:9] == ["6", "dp=2", "tp=2", "ep=2", "3", "native", "1,152", "4.5", "KiB"]
+    assert [line.endswith("  complete by size") for line in (first, second)] == [True, True]
     assert empty == ""
     assert rest[0] == f"checkpoint  {saved / 'checkpoints' / 'step-6'}"
     assert "state       native, DeepSpeed's files of dp=2 tp=2 ep=2, ZeRO-3, bf16" in rest
@@ -168,6 +169,25 @@ def test_broken_ones_in_a_run_folder_are_passed_over(run: Path, capsys: pytest.C
         f"  - {newest / 'ranks' / 'file'}: has 5 bytes instead of 1536",
         f"  - {older / 'manifest.json'}: missing, so the checkpoint was never completed",
     ]
+
+
+def test_contents_that_changed_are_in_the_table_and_say_why_the_newest_is_passed_over(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "checkpoints" / "step-6" / "ranks" / "file"
+    path.write_bytes(b"\1" + bytes(1535))
+    reason = "its content has changed since it was written (SHA-256 differs)"
+    code, out, _ = inspect(capsys, run)
+    assert code == 0, "there is a complete one"
+    _, older, newest, empty, *rest = out.splitlines()
+    assert older.endswith("  complete")
+    assert newest.endswith(f"  broken: file: {reason}")
+    assert (empty, rest[0]) == ("", f"passed over step-6: {path}: {reason}")
+    assert f"checkpoint  {run / 'checkpoints' / 'step-3'}" in rest
+    found = inspect_json(capsys, run)
+    assert [(one["step"], one["faults"]) for one in found["checkpoints"]] == [(3, []), (6, [f"{path}: {reason}"])]
+    assert found["passed_over"] == [f"step-6: {path}: {reason}"]
+    assert inspect_json(capsys, run, "--no-checksums")["passed_over"] == []
 
 
 def test_what_is_no_checkpoint_has_an_exit_code_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,6 +200,14 @@ def test_the_clock_leaves_pauses_out() -> None:
     assert clock.lap() == 1.5
 
 
+def test_in_a_pause_the_clock_stands() -> None:
+    times_s = iter([0.0, 5.0, 9.0, 10.0])
+    clock = TrainingClock(lambda: next(times_s))
+    with clock.paused():
+        assert clock.elapsed_s() == 5.0
+    assert clock.elapsed_s() == 6.0
+
+
 def test_peak_memory_is_at_least_what_is_held_now() -> None:
     block = torch.ones(64 * 2**20)  # 256 MiB
     resident_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

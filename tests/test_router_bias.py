@@ -316,7 +316,7 @@ def test_one_rank_resumes_biases_and_jitter_bitwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_four_ranks_resume_biases_and_jitter_bitwise(tmp_path: Path, stage: int) -> None:
     ds_config = {"zero_optimization": {"stage": stage}, "parallel": {"tp": 2}}
     flags = {"balance_bias_update_rate": 0.01, "router_jitter_noise": 0.1, "bf16": True}

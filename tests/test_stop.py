@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +51,32 @@ def test_all_ranks_get_the_same_answer() -> None:
         return [*answers, stop.ask(), stop.ask()]
 
     assert on_threads(3, ask) == [[False, True, True]] * 3
+
+
+def test_a_question_holds_what_was_known_when_it_began() -> None:
+    stop = StopSignal(OneRank())
+    stop.watch()
+    stop._received = True
+    assert not stop.ask()
+    stop.watch()
+    assert stop.ask()
+
+
+def test_items_end_one_after_the_signal_and_nobody_waits_for_an_answer() -> None:
+    asked: list[str] = []
+
+    class Listening(OneRank):
+        def any_later(self, value: bool) -> Callable[[], bool]:
+            asked.append("begun")
+            return lambda: (asked.append("read"), value)[1]
+
+    stop, got = StopSignal(Listening()), []
+    for item in stop.until(range(9)):
+        got.append((item, asked[-1]))
+        stop._received = item == 1
+    assert got == [(0, "begun"), (1, "begun"), (2, "begun")]
+    assert stop.agreed
+    assert asked.count("begun") == asked.count("read")
 
 
 def train_until_told(
@@ -104,21 +130,23 @@ def test_r_ckpt_11_sigterm_to_one_rank_stops_all_at_the_same_step(
     world_size: int, tp: int, moment: str, tmp_path: Path
 ) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": tp})
-    flags |= {"eval_steps": 3, "per_device_eval_batch_size": 1, "max_eval_samples": 6}
+    flags |= {"eval_steps": 0 if moment == "a step" else 3, "per_device_eval_batch_size": 1, "max_eval_samples": 6}
     flags |= {"save_steps": 3} if moment == "a save" else {}
+    # The ranks ask from the beginning of a step to its end, so a signal within a step is heard in the next one.
+    last = 4 if moment == "a step" else 3
     answers = run_ranks(train_until_told, world_size, flags, moment=moment, told=world_size - 1, timeout_s=60)
-    assert [steps for _, _, steps in answers] == [[1, 2, 3]] * world_size
+    assert [steps for _, _, steps in answers] == [list(range(1, last + 1))] * world_size
     results, said, _ = answers[0]
     assert results["stopped"]
-    assert results["steps"] == 3
+    assert results["steps"] == last
     assert (results["evaluation"] is not None) == (moment == "a save"), "an evaluation that was cut short is no result"
-    assert any("told to stop: saving step 3" in line for line in said)
+    assert any(f"told to stop: saving step {last}" in line for line in said)
     checkpoints = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-3"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", f"step-{last}"]
 
     resumed, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
     assert not resumed["stopped"]
-    assert any("resuming from" in line and "step-3" in line for line in said)
+    assert any("resuming from" in line and f"step-{last}" in line for line in said)
     straight = flags | {"output_dir": tmp_path / "straight"}
     run_ranks(train_on_ranks, world_size, straight)
     want, got = (read_metrics(folder) for folder in (tmp_path / "straight", tmp_path / "run"))

@@ -1,14 +1,26 @@
 """Saving while training goes on: a copy in host memory, which a thread of every rank writes and publishes."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Protocol
 
 from recipe.checkpoint.agreement import on_every
-from recipe.checkpoint.commit import MEET_TIMEOUT_S, Save, Writer, seal, stage, write_checkpoint
+from recipe.checkpoint.commit import (
+    MEET_TIMEOUT_S,
+    Save,
+    Writer,
+    cleaned_up_after_errors,
+    seal,
+    stage,
+    write_checkpoint,
+)
 from recipe.checkpoint.files import WriteLater
 from recipe.ranks import Ranks, TorchRanks
+
+# How long a thread waits for its peers: a rank's files may take that long, and nobody else is held up.
+BACKGROUND_TIMEOUT = timedelta(hours=12)
 
 
 class Saver(Protocol):
@@ -16,6 +28,14 @@ class Saver(Protocol):
 
     def save(self, save: Save, *, write: Writer) -> None:
         """Save, as recipe/checkpoint/commit.py has it; afterwards training may go on."""
+        ...
+
+    def watch(self) -> None:
+        """Begin to ask whether a save has failed on any rank, without waiting; `check` has the answer."""
+        ...
+
+    def check(self) -> None:
+        """Raise what a save had failed with when all ranks last called `watch`."""
         ...
 
     def wait(self) -> None:
@@ -32,6 +52,12 @@ class ForegroundSaver:
     def save(self, save: Save, *, write: Writer) -> None:
         write_checkpoint(save, ranks=self._ranks, write=write)
 
+    def watch(self) -> None:
+        return None
+
+    def check(self) -> None:
+        return None
+
     def wait(self) -> None:
         return None
 
@@ -40,21 +66,24 @@ class BackgroundSaver:
     """Has copied everything when `save` returns; a thread does the rest, one save at a time.
 
     `ranks` and `background` are the same ranks in two groups: the thread agrees with its peers in the second one while
-    training uses the first. A save that failed in the background raises its CheckpointWriteError on all ranks alike in
-    the next `save` or `wait`. The copy takes as much host memory as the rank's files have bytes.
+    training uses the first. A save that failed in the background, by whatever error, raises a CheckpointWriteError on
+    all ranks alike in the next `save`, `wait` or `check`. The copy takes as much host memory as the rank's files have
+    bytes.
     """
 
     def __init__(self, ranks: Ranks, *, background: Ranks) -> None:
         self._ranks, self._background = ranks, background
         self._thread: threading.Thread | None = None
+        self._save: Save | None = None  # the last one
         self._files: WriteLater | None = None
         self._error: Exception | None = None
+        self._answer: Callable[[], bool] | None = None  # to a question that is under way
 
     def save(self, save: Save, *, write: Writer) -> None:
         self.wait()
         files = WriteLater()
         stage(save, ranks=self._ranks, write=write, files=files)
-        self._files = files
+        self._save, self._files = save, files
         self._thread = threading.Thread(target=self._seal, args=(save, files), name=f"saving step-{save.step}")
         self._thread.start()
 
@@ -67,7 +96,18 @@ class BackgroundSaver:
             if error is not None:
                 raise error
 
-        on_every(report, ranks=self._ranks)
+        if self._save is not None:
+            # A thread whose own group broke down could not clean up.
+            with cleaned_up_after_errors(self._save, ranks=self._ranks):
+                on_every(report, ranks=self._ranks)
+
+    def watch(self) -> None:
+        self._answer = self._ranks.any_later(self._error is not None)
+
+    def check(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None and answer():
+            self.wait()
 
     def join(self) -> Exception | None:
         """Wait for this rank's thread alone; what it failed with. Not collective."""
@@ -96,7 +136,7 @@ def open_saver(ranks: Ranks, *, background: bool) -> Iterator[Saver]:
         return
     import torch.distributed as dist
 
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=BACKGROUND_TIMEOUT)
     saver = BackgroundSaver(ranks, background=TorchRanks(group))
     try:
         yield saver

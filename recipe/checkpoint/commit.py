@@ -89,7 +89,7 @@ def stage(save: Save, *, ranks: Ranks, write: Writer, files: Files, meet_timeout
     if len(set(steps)) > 1:
         raise ValueError(f"the ranks disagree on the step they are saving: {dict(enumerate(steps))}")
     staging = staging_folder(save.root, save.step)
-    with _cleaned_up_after_errors(save, ranks=ranks):
+    with cleaned_up_after_errors(save, ranks=ranks):
         on_first(lambda: _open_staging(save), ranks=ranks)
         check_all_see(staging, ranks=ranks)
         on_every(lambda: write(staging, files), ranks=ranks)
@@ -103,7 +103,7 @@ def seal(save: Save, *, ranks: Ranks, files: Files) -> Path:
 
     Raises CheckpointWriteError, the same on every rank, after removing what was written.
     """
-    with _cleaned_up_after_errors(save, ranks=ranks):
+    with cleaned_up_after_errors(save, ranks=ranks):
         complete(files, ranks=ranks)
         _write_manifest(save, ranks=ranks)
         on_first(lambda: publish(save.root, save.step), ranks=ranks)
@@ -116,9 +116,15 @@ def seal(save: Save, *, ranks: Ranks, files: Files) -> Path:
 
 
 @contextmanager
-def _cleaned_up_after_errors(save: Save, *, ranks: Ranks) -> Iterator[None]:
+def cleaned_up_after_errors(save: Save, *, ranks: Ranks) -> Iterator[None]:
+    """Turn an error that all ranks alike meet in a save into a CheckpointWriteError, after removing its files.
+
+    Collective, like what stands inside; a CheckpointWriteError has been through this before.
+    """
     try:
         yield
+    except CheckpointWriteError:
+        raise
     except CheckpointError as error:
         aftermath = on_first(lambda: _clean_up(save), ranks=ranks)
         raise CheckpointWriteError(

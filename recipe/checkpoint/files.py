@@ -1,12 +1,14 @@
 """Where a save puts its files: on the disk at once, or into memory first and from there on the disk."""
 
+import os
+import socket
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from recipe.checkpoint.agreement import on_every
+from recipe.checkpoint.agreement import on_every, on_first
 from recipe.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -42,6 +44,11 @@ class Files(Protocol):
         ...
 
     @property
+    def written(self) -> list[Path]:
+        """What has been written so far, in order."""
+        ...
+
+    @property
     def steps(self) -> list[Callable[[Ranks], object]]:
         """What `then` was given, in order."""
         ...
@@ -52,10 +59,11 @@ class WriteNow:
 
     def __init__(self) -> None:
         self.steps: list[Callable[[Ranks], object]] = []
+        self.written: list[Path] = []
         self._error: Exception | None = None
 
     def write(self, path: Path, action: Callable[[Path], object]) -> None:
-        self._attempt(partial(action, path))
+        self._attempt(partial(self._write, path, action))
 
     def write_state(self, path: Path, state: T, action: Callable[[T, Path], object]) -> None:
         self.write(path, partial(action, state))
@@ -69,6 +77,10 @@ class WriteNow:
     def finish(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _write(self, path: Path, action: Callable[[Path], object]) -> None:
+        action(path)
+        self.written.append(path)
 
     def _attempt(self, action: Callable[[], object]) -> None:
         if self._error is not None:
@@ -92,7 +104,7 @@ class WriteLater(WriteNow):
         self._pinned: list[Snapshot] = []
 
     def write(self, path: Path, action: Callable[[Path], object]) -> None:
-        self._waiting.append(partial(action, path))
+        self._waiting.append(partial(self._write, path, action))
 
     def write_state(self, path: Path, state: T, action: Callable[[T, Path], object]) -> None:
         from recipe.checkpoint.snapshot import restore_snapshot, take_snapshot
@@ -120,6 +132,24 @@ class WriteLater(WriteNow):
 
 def complete(files: Files, *, ranks: Ranks) -> None:
     """Write and check everything, or raise the same error on every rank. Collective."""
-    on_every(files.finish, ranks=ranks)
+
+    def finish() -> list[str]:
+        files.finish()
+        return list(map(str, files.written))
+
+    by_rank = on_every(finish, ranks=ranks)
+    on_first(lambda: _check_sees(by_rank), ranks=ranks)
     for step in files.steps:
         step(ranks)
+
+
+def _check_sees(by_rank: list[list[str]]) -> None:
+    """Raise unless this rank has what every rank has written: the manifest lists what it finds."""
+    paths = {Path(path): rank for rank, written in enumerate(by_rank) for path in written}
+    there = {folder: set(os.listdir(folder)) for folder in {path.parent for path in paths}}
+    for path, rank in paths.items():
+        if path.name not in there[path.parent]:
+            raise FileNotFoundError(
+                f"{path}, written by rank {rank}, is not there on host {socket.gethostname()}, where rank 0 runs; "
+                "the output folder must be on a file system that all ranks share"
+            )

@@ -89,6 +89,12 @@ def point_latest(root: Path, step: int) -> None:
     flush_folder(root)
 
 
+def path_of_step(root: Path, step: int) -> Path:
+    """Where to find this step: by `latest` where that leads there, else by its own name."""
+    latest, own = root / LATEST, step_folder(root, step)
+    return latest if latest.resolve() == own.resolve() else own
+
+
 def discard(path: Path) -> None:
     """Delete a checkpoint; a run killed half-way leaves no folder that still looks like one."""
     doomed = path.with_name(f".discarded-{path.name}")
