@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -172,21 +170,3 @@ def test_a_used_output_folder_is_refused_and_ranks_end_alike(tmp_path: Path) -> 
     done = launch(words_of(flags | {"overwrite_output_dir": True}))
     assert done.returncode == 0, done.stdout
     assert "overwriting" in done.stdout
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
-    before = shared_memory()
-    flags = write_inputs(tmp_path) | {"max_steps": 100000, "hf_save": "never"}
-    words = [LAUNCHER, "--num_accelerators", "2", "run_pretrain.py", *words_of(flags)]
-    process = subprocess.Popen(
-        words, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert metrics.exists()
-    os.killpg(process.pid, signal.SIGINT)
-    process.wait(30)
-    assert shared_memory() == before

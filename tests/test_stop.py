@@ -18,7 +18,7 @@ from recipe.ranks import OneRank, Ranks
 from recipe.stop import STOPPED, StopSignal
 from tests.engine_runs import slow
 from tests.ranks import run_ranks
-from tests.test_run_pretrain import LAUNCHER, ROOT, environment, words_of
+from tests.test_run_pretrain import LAUNCHER, ROOT, environment, shared_memory, words_of
 from tests.thread_ranks import on_threads
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
@@ -173,6 +173,7 @@ def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
 @pytest.mark.parametrize("told", ["rank 1", "the command"])
 def test_r_ckpt_11_a_run_under_the_launcher_saves_and_leaves(told: str, tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"max_steps": 100000, "hf_save": "never", "seed": 3}
+    before = shared_memory()
     command = [LAUNCHER, "--num_accelerators", "2", "run_pretrain.py", *words_of(flags)]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -193,3 +194,4 @@ def test_r_ckpt_11_a_run_under_the_launcher_saves_and_leaves(told: str, tmp_path
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", f"step-{saved[1]}"]
     assert (checkpoints / "latest" / "manifest.json").is_file()
     assert not any(rank.is_running() for rank in ranks)
+    assert shared_memory() == before, "R-LAUNCH-02"
