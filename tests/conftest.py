@@ -59,26 +59,10 @@ def _shared_memory() -> set[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_rank_is_left_running() -> Iterator[None]:
+def _nothing_is_left_behind() -> Iterator[None]:
+    """No test may leave a rank running or a buffer in shared memory."""
+    before = _shared_memory()
     yield
     end_pools()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # once for all processes that share the tests, around all of them
-        config.pluginmanager.register(_SharedMemoryWatch(), "shared memory watch")
-
-
-class _SharedMemoryWatch:
-    """No test may leave a buffer in shared memory."""
-
-    def __init__(self) -> None:
-        self._before = _shared_memory()
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
-        yield
-        left = {n for n in _shared_memory() - self._before if n.startswith(("deepspeed", "torch_", "gather"))}
-        if left:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-            raise pytest.UsageError(f"tests left these in /dev/shm: {sorted(left)}")
+    left = {name for name in _shared_memory() - before if name.startswith(("deepspeed", "torch_", "gather"))}
+    assert not left, f"tests left these in /dev/shm: {sorted(left)}"

@@ -18,6 +18,7 @@ from recipe.checkpoint.find import find_checkpoint
 from recipe.checkpoint.run_folder import claim_run_folder
 from recipe.ranks import OneRank
 from tests.dying_ranks import content
+from tests.engine_runs import slow
 
 PROJECT = Path(__file__).parent.parent
 WORLD_SIZE = 3
@@ -47,7 +48,7 @@ def ranks_of(saver: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{saver.pid}/task/{saver.pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("whom", ["one rank", "all ranks"])
+@pytest.mark.parametrize("whom", ["one rank", slow("all ranks")])
 def test_r_ckpt_01_ranks_killed_at_twenty_random_moments_of_their_saves(whom: str, tmp_path: Path) -> None:
     moments = random.Random(5)
     committed = num_interrupted = 0

@@ -1,10 +1,12 @@
 """The entry script as users start it: the deepspeed launcher, plain python, mistakes, and what is left afterwards."""
 
 import json
+import multiprocessing as mp
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +46,28 @@ def run_command(command: list[str], **changes: str) -> subprocess.CompletedProce
         text=True,
         timeout=150,
     )
+
+
+def run_main(words: list[str], folder: Path, **changes: str) -> SimpleNamespace:
+    """`python run_pretrain.py WORDS` in a fresh process that has the libraries loaded; stdout and stderr together."""
+    out = folder / "said.txt"
+    process = mp.get_context("forkserver").Process(target=_main, args=(words, environment(**changes), out))
+    process.start()
+    process.join(150)
+    process.kill()
+    process.join()
+    return SimpleNamespace(returncode=process.exitcode, stdout=out.read_text())
+
+
+def _main(words: list[str], variables: dict[str, str], out: Path) -> None:
+    import run_pretrain
+
+    os.environ.clear()
+    os.environ.update(variables)
+    with out.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(run_pretrain.main(words))
 
 
 def shared_memory() -> set[str]:
@@ -111,8 +135,17 @@ def test_r_launch_04_plain_python_is_a_run_of_one_process(tmp_path: Path) -> Non
     assert (tmp_path / "run" / "checkpoints" / "step-2" / "hf" / "config.json").exists()
 
 
-def check_mistake(flags: Flags, *messages: str, num_ranks: int | None = None, code: int = 2, **changes: str) -> None:
-    done = launch(words_of(flags), num_ranks=num_ranks, **changes)
+def check_mistake(
+    flags: Flags,
+    *messages: str,
+    folder: Path | None = None,
+    num_ranks: int | None = None,
+    code: int = 2,
+    **changes: str,
+) -> None:
+    """Under the launcher, or where a `folder` is given in a process that starts faster."""
+    words = words_of(flags)
+    done = launch(words, num_ranks=num_ranks, **changes) if folder is None else run_main(words, folder, **changes)
     assert done.returncode == code, done.stdout
     for message in messages:
         assert done.stdout.count(message) == 1, (message, done.stdout)
@@ -145,7 +178,7 @@ def test_r_cfg_06_every_mistake_is_listed_once_and_all_ranks_end(tmp_path: Path)
     ],
 )
 def test_mistakes_end_in_one_message(tmp_path: Path, changes: dict[str, Any], message: str, code: int) -> None:
-    check_mistake(write_inputs(tmp_path) | changes, message, code=code)
+    check_mistake(write_inputs(tmp_path) | changes, message, code=code, folder=tmp_path)
 
 
 @pytest.mark.slow
@@ -157,16 +190,17 @@ def test_mistakes_end_in_one_message(tmp_path: Path, changes: dict[str, Any], me
     ],
 )
 def test_r_launch_04_an_odd_variable_is_named(tmp_path: Path, variables: dict[str, str], message: str) -> None:
-    check_mistake(write_inputs(tmp_path), message, **variables)
+    check_mistake(write_inputs(tmp_path), message, folder=tmp_path, **variables)
 
 
 @pytest.mark.slow
 def test_a_used_output_folder_is_refused_and_ranks_end_alike(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"max_steps": 1}
-    assert launch(words_of(flags)).returncode == 0
-    check_mistake(flags, "already holds a run", code=15)
-    check_mistake(flags | {"overwrite_output_dir": True, "train_file": "nowhere.txt"}, "there is no file 'nowhere.txt'")
+    assert run_main(words_of(flags), tmp_path).returncode == 0
+    check_mistake(flags, "already holds a run", code=15, folder=tmp_path)
+    mistaken = flags | {"overwrite_output_dir": True, "train_file": "nowhere.txt"}
+    check_mistake(mistaken, "there is no file 'nowhere.txt'", folder=tmp_path)
     assert (tmp_path / "run" / "checkpoints" / "step-1").is_dir(), "a mistake must not cost the old run"
-    done = launch(words_of(flags | {"overwrite_output_dir": True}))
+    done = run_main(words_of(flags | {"overwrite_output_dir": True}), tmp_path)
     assert done.returncode == 0, done.stdout
     assert "overwriting" in done.stdout
