@@ -59,7 +59,7 @@ def work(rank: int, world_size: int, ep: int, backend: str, strategy: str) -> di
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["loop", "grouped"])
 def test_sliced_experts_give_every_rank_the_same_work_for_every_routing(backend: str, size: int) -> None:
     by_rank = run_ranks(work, size, 1, backend, "gather_tokens")

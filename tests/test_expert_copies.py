@@ -20,6 +20,7 @@ from modeling.router import Routing
 from modeling.shard_table import ShardTable
 from modeling.sharding import cut
 from modeling.wire import Wire
+from tests.engine_runs import slow
 from tests.parity import tiny_config
 from tests.ranks import run_ranks
 from tests.test_resident import count, rho, zipf_routing
@@ -147,7 +148,7 @@ def largest_errors(by_rank: list[Any], layout: ParallelLayout) -> dict[Any, dict
 )
 @pytest.mark.parametrize(
     ("backend", "dtype", "tolerance"),
-    [("loop", torch.float64, 1e-12), ("loop", torch.float32, 1e-5), ("grouped", torch.float32, 1e-5)],
+    [slow("loop", torch.float64, 1e-12), ("loop", torch.float32, 1e-5), ("grouped", torch.float32, 1e-5)],
     ids=["loop-float64", "loop-float32", "grouped-float32"],
 )
 def test_layers_with_copies_equal_one_rank(

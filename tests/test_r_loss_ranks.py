@@ -89,7 +89,7 @@ def without_a_language_model(config: GatherMoeConfig) -> Tensors:
     return state
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [1, slow(4)])
 @pytest.mark.parametrize(
     "case",
     [Case(), Case(tp=2, ep=2), Case(dp=2), slow(Case(dp=2, tp=2, ep=2))],

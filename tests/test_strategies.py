@@ -16,6 +16,7 @@ from modeling.router import Routing, route
 from modeling.shard_table import ShardTable
 from modeling.sharding import cut, join
 from modeling.wire import Wire
+from tests.engine_runs import slow
 from tests.parity import (
     Case,
     check_against_referee,
@@ -163,7 +164,7 @@ def join_answer(by_rank: list[Any], layout: ParallelLayout) -> Answer:
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("backend", "dtype", "tolerance"),
-    [("loop", torch.float64, 1e-12), ("loop", torch.float32, 1e-5), ("grouped", torch.float32, 1e-5)],
+    [slow("loop", torch.float64, 1e-12), ("loop", torch.float32, 1e-5), ("grouped", torch.float32, 1e-5)],
     ids=["loop-float64", "loop-float32", "grouped-float32"],
 )
 def test_every_strategy_equals_one_rank(world_size: int, backend: str, dtype: torch.dtype, tolerance: float) -> None:
