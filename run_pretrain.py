@@ -131,11 +131,11 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     checkpoint = find_checkpoint(folder.checkpoints, resume=resume, ranks=ranks, say=say)
     run = prepare_run(request, mesh=mesh, ranks=ranks, folder=folder, say=say)
     engine = prepare_engine(run)
-    check_disk_room(run, engine, checkpoint=checkpoint)
+    size = check_disk_room(run, engine, checkpoint=checkpoint)
     folder.discard_old_run(ranks=ranks, say=say)  # not before the new one is known to start
     if ranks.rank == 0:
         write_json(output_dir / "run.json", describe_run(run))
-    return TrainingLoop(run, engine, checkpoint=checkpoint)
+    return TrainingLoop(run, engine, checkpoint=checkpoint, checkpoint_size=size)
 
 
 def report(results: "TrainResults", loop: "TrainingLoop") -> None:

@@ -16,8 +16,10 @@ def estimate_checkpoint(run: Run, engine: Engine) -> CheckpointSize:
     return estimate_size(engine, hf_dtype=dtype, ranks=run.ranks)
 
 
-def check_disk_room(run: Run, engine: Engine, *, checkpoint: Checkpoint | None) -> None:
+def check_disk_room(run: Run, engine: Engine, *, checkpoint: Checkpoint | None) -> CheckpointSize:
     """NotEnoughSpaceError on every rank where the disk would fill up before the run ends. Collective.
+
+    Returns what one checkpoint takes.
 
     While a checkpoint is written, those it will replace are still there: a run that keeps k needs room for k + 1, those
     that it has already included. Without --save_total_limit all saves to the last step must fit. What the run that is
@@ -45,6 +47,7 @@ def check_disk_room(run: Run, engine: Engine, *, checkpoint: Checkpoint | None) 
         f"checkpoints: about {size.native_bytes:,} bytes each and {size.hf_bytes:,} under hf/, "
         f"up to {num_more} more at a time; {free:,} bytes are free"
     )
+    return size
 
 
 def saves_to_come(step: int, *, max_steps: int, save_steps: int) -> int:

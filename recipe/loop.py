@@ -21,7 +21,6 @@ from recipe.data.batches import evaluation_batches
 from recipe.data.check_batches import check_batches
 from recipe.data.loader import LoaderOptions, Step, StepLoader
 from recipe.data.together import on_every_rank
-from recipe.disk_room import estimate_checkpoint
 from recipe.engine import Engine
 from recipe.flops import find_peak
 from recipe.hf.export import FOLDER, ExportOptions, export_hugging_face
@@ -45,6 +44,7 @@ from recipe.run import Run, check_resumable, checkpoint_details, merge_rank_stat
 from recipe.settings.schedule import learning_rate_at
 from recipe.state.elastic import resume_training
 from recipe.state.native import save_native
+from recipe.state.size_estimate import CheckpointSize
 from recipe.stop import StopSignal
 
 
@@ -66,8 +66,11 @@ class TrainResults(NamedTuple):
 class TrainingLoop:
     """Holds what changes while training: the step, the position in the data, and the sums since the last log line."""
 
-    def __init__(self, run: Run, engine: Engine, *, checkpoint: Checkpoint | None) -> None:
-        self.run, self._engine = run, engine
+    def __init__(
+        self, run: Run, engine: Engine, *, checkpoint: Checkpoint | None, checkpoint_size: CheckpointSize
+    ) -> None:
+        """`checkpoint` is what training goes on from, `checkpoint_size` what one to be saved will take."""
+        self.run, self._engine, self._size = run, engine, checkpoint_size
         self._meter = StepMeter()
         self._step = self._position = 0
         self._already_s = 0.0  # training time behind the sums of an unfinished log line
@@ -83,7 +86,7 @@ class TrainingLoop:
                 checkpoint,
                 details=checkpoint_details(run, position=0),
                 seed=run.arguments.seed,
-                merge=partial(merge_rank_states, dp_rank=run.mesh.dp_rank),
+                merge=merge_rank_states,
                 ranks=run.ranks,
                 say=run.say,
             )
@@ -109,7 +112,6 @@ class TrainingLoop:
         writer = self._writer
         steps = self._loader(bar).steps(self._position)
         self._clock = TrainingClock(already_s=self._already_s)
-        self._size = estimate_checkpoint(self.run, self._engine)
         try:
             with self._stop, open_saver(self.run.ranks, background=self.run.arguments.async_save) as self._saver:
                 self._go_through(steps, bar, writer, max_steps=max_steps)

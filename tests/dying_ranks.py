@@ -7,7 +7,6 @@ saves step after step and prints each once it is committed.
 import itertools
 import os
 import sys
-from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,12 +17,13 @@ from recipe.checkpoint.commit import Save, write_checkpoint
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import find_checkpoint
 from recipe.checkpoint.folders import tidy
+from tests.thread_ranks import AsksByGathering
 
 KEEP = 2
 FILE_BYTES = 40_000
 
 
-class PipeRanks:
+class PipeRanks(AsksByGathering):
     """A rank of forked processes; all they know of each other goes through rank 0. A dead rank is an EOFError."""
 
     def __init__(self, rank: int, *, pipes: list[Connection], world_size: int) -> None:
@@ -41,13 +41,6 @@ class PipeRanks:
 
     def first(self, value: object) -> Any:
         return self.gather(value if self.rank == 0 else None)[0]
-
-    def any(self, value: bool) -> bool:
-        return any(self.gather(value))
-
-    def any_later(self, value: bool) -> Callable[[], bool]:
-        answer = self.any(value)
-        return lambda: answer
 
     def barrier(self) -> None:
         self.gather(None)

@@ -11,7 +11,21 @@ from recipe.ranks import Ranks
 WAIT_S = 10.0
 
 
-class ThreadRanks:
+class AsksByGathering:
+    """Whether something is true on any rank, for ranks that can gather."""
+
+    def gather(self, value: object) -> list[Any]:
+        raise NotImplementedError
+
+    def any(self, value: bool) -> bool:
+        return any(self.gather(value))
+
+    def any_later(self, value: bool) -> Callable[[], bool]:
+        answer = self.any(value)
+        return lambda: answer
+
+
+class ThreadRanks(AsksByGathering):
     """One rank of a world of threads. A rank that waits longer than WAIT_S raises BrokenBarrierError."""
 
     def __init__(self, rank: int, *, barrier: threading.Barrier, table: list[Any]) -> None:
@@ -25,13 +39,6 @@ class ThreadRanks:
 
     def first(self, value: object) -> Any:
         return self._read(value, rows=slice(1))[0]
-
-    def any(self, value: bool) -> bool:
-        return any(self.gather(value))
-
-    def any_later(self, value: bool) -> Callable[[], bool]:
-        answer = self.any(value)
-        return lambda: answer
 
     def barrier(self) -> None:
         self._barrier.wait(WAIT_S)

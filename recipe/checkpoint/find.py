@@ -105,14 +105,22 @@ def _candidates_at(given: Path) -> list[StepFolder]:
         raise CheckpointMissingError(f"{given} cannot be resumed from: it does not exist")
     if not given.is_dir():
         raise CheckpointMissingError(f"{given} cannot be resumed from: it is a file, not a folder")
-    if (given / MANIFEST_NAME).exists() or step_in_name(given.resolve()) is not None:
+    return checkpoints_below(given, purpose="resumed from")
+
+
+def checkpoints_below(folder: Path, *, purpose: str) -> list[StepFolder]:
+    """The checkpoints in a folder of them or in a run folder; empty where the folder itself is one.
+
+    CheckpointMissingError, that it cannot be what `purpose` says, where there is none.
+    """
+    if (folder / MANIFEST_NAME).exists() or step_in_name(folder.resolve()) is not None:
         return []
-    candidates = list_checkpoints(given) or list_checkpoints(given / CHECKPOINTS_NAME)
-    if not candidates:
+    found = list_checkpoints(folder) or list_checkpoints(folder / CHECKPOINTS_NAME)
+    if not found:
         raise CheckpointMissingError(
-            f"{given} cannot be resumed from: it holds neither {MANIFEST_NAME} nor any step-N folder"
+            f"{folder} cannot be {purpose}: it holds neither {MANIFEST_NAME} nor any step-N folder"
         )
-    return candidates
+    return found
 
 
 def _say_nothing(line: str) -> None:

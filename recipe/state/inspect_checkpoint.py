@@ -12,7 +12,8 @@ from recipe.checkpoint.errors import (
     CheckpointMissingError,
     NoCompleteCheckpointError,
 )
-from recipe.checkpoint.folders import CHECKPOINTS_NAME, StepFolder, list_checkpoints, step_in_name
+from recipe.checkpoint.find import checkpoints_below
+from recipe.checkpoint.folders import StepFolder, step_in_name
 from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, read_manifest
 from recipe.flops import count_parameters
 from recipe.state.details import sizes_in
@@ -201,14 +202,7 @@ def _checkpoints_at(given: Path) -> list[StepFolder]:
     """The checkpoints below a path; empty where the path itself is one."""
     if not given.is_dir():
         raise CheckpointMissingError(f"{given} cannot be inspected: it is no folder")
-    if (given / MANIFEST_NAME).exists() or step_in_name(given.resolve()) is not None:
-        return []
-    found = list_checkpoints(given) or list_checkpoints(given / CHECKPOINTS_NAME)
-    if not found:
-        raise CheckpointMissingError(
-            f"{given} cannot be inspected: it holds neither {MANIFEST_NAME} nor any step-N folder"
-        )
-    return found
+    return checkpoints_below(given, purpose="inspected")
 
 
 def _summarise(folder: StepFolder) -> Summary:
