@@ -2,23 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from recipe.checkpoint.errors import CheckpointError
-
-
-class Command(NamedTuple):
-    """`run` returns the exit code. A ValueError is printed as the user's mistake, with exit code 2; a CheckpointError
-    with its own exit code."""
-
-    name: str
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+from recipe.command import Command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

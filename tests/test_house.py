@@ -26,9 +26,9 @@ FLOORS: list[list[str]] = [
     ["modeling/places.py"],
     ["modeling/model.py", "modeling/init.py"],
     ["modeling/build.py", "modeling/__init__.py"],
-    ["recipe/__init__.py", "recipe/ranks.py", "recipe/flops.py", "recipe/transformers_ep.py"],
+    ["recipe/__init__.py", "recipe/command.py", "recipe/ranks.py", "recipe/flops.py", "recipe/transformers_ep.py"],
     ["recipe/launch", "recipe/settings"],
-    ["recipe/data", "recipe/metrics.py", "recipe/stop.py"],
+    ["recipe/data", "recipe/metrics.py", "recipe/stop.py", "recipe/plan"],
     ["recipe/records.py"],
     ["recipe/checkpoint"],
     ["recipe/engine.py", "recipe/graphs.py"],
@@ -37,11 +37,16 @@ FLOORS: list[list[str]] = [
     ["recipe/run.py", "recipe/replicas.py", "recipe/place.py", "recipe/move_experts.py"],
     ["recipe/adapters.py", "recipe/disk_room.py"],
     ["recipe/prepare.py", "recipe/loop.py"],
+    ["recipe/claims", "recipe/dry_run", "recipe/probe", "recipe/profile"],
+    ["recipe/sweep"],
     ["recipe/cli.py"],
     ["run_pretrain.py"],
 ]
 STANDARD_LIBRARY_ONLY = ["modeling/layout.py", "modeling/placement.py", "modeling/shard_table.py", "modeling/cost.py"]
-WITHOUT_TORCH = ["recipe/settings", "recipe/launch/hosts.py", "recipe/cli.py", "recipe/flops.py"]
+WITHOUT_TORCH = [
+    *("recipe/settings", "recipe/plan", "recipe/claims", "recipe/launch/hosts.py", "recipe/cli.py", "recipe/flops.py"),
+    *("recipe/dry_run/command.py", "recipe/probe/command.py", "recipe/profile/command.py", "recipe/sweep/command.py"),
+]
 IMPORTS_DEEPSPEED = {"recipe/engine.py", "recipe/state/native.py"}
 # Registers the Auto classes, so that code which travels with a checkpoint needs nothing else.
 ACTS_AT_IMPORT = {"modeling/model.py"}
