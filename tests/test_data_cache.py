@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe.data.build_once import build_once, discard
+from recipe.data.build_once import build_once, discard, once_per_file_system
 from recipe.data.cache import cache_folder
 from recipe.data.options import DataOptions
 from recipe.data.together import on_every_rank, on_first_rank, run_in_steps
@@ -68,6 +68,18 @@ def test_a_rank_that_does_not_see_the_folder_is_named(tmp_path: Path) -> None:
     for error in on_threads(4, run_apart):
         assert isinstance(error, RuntimeError)
         assert "ranks [2, 3] do not see" in str(error)
+
+
+def test_a_rank_that_cannot_look_stops_all(tmp_path: Path) -> None:
+    def run(ranks: Ranks) -> None:
+        def is_present() -> bool:
+            if ranks.rank == 1:
+                raise PermissionError("no entry")
+            return True
+
+        once_per_file_system(lambda: writing("x")(tmp_path), is_present=is_present, what="it", ranks=ranks)
+
+    assert [str(error) for error in on_threads(3, run)] == ["rank 1 failed: PermissionError: no entry"] * 3
 
 
 def test_a_failed_build_leaves_nothing_and_raises_on_every_rank(tmp_path: Path) -> None:

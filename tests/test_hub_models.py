@@ -203,7 +203,7 @@ def test_one_rank_of_each_cache_downloads_and_all_hear_of_a_failure(model_folder
     shutil.rmtree(tmp_path / "cache of host-0")
     lost = run_ranks(fetch_on_rank, 4, tmp_path, shared=False, lost=True)
     (text,) = {text for text, _ in lost}
-    assert f"{NAME} at revision {COMMIT} was downloaded on host" in text
+    assert f"do not see {NAME} at revision {COMMIT} although a rank of their host" in text
 
 
 def find_changed(rank: int, world_size: int, folder: Path, kwargs: dict[str, Any]) -> str:

@@ -46,15 +46,14 @@ def once_per_file_system(
     """Let every rank see what `work` makes, in steps, on as few ranks as that takes; collective.
 
     The lowest rank that does not see it makes it, then the lowest of each host that still does not. RuntimeError on all
-    ranks, which says `what` it is, where one does not see it even then.
+    ranks, which says `what` it is, where one does not see it even then; an error of `is_present` is raised on all, too.
     """
     host = socket.gethostname() if host is None else host
     for choose in (_first_rank, _first_rank_of_each_host):
-        views = ranks.gather(_View(host, is_present()))
-        builders = choose(views)
+        builders = choose(_views(is_present, host=host, ranks=ranks))
         if builders:
             run_in_steps(work() if ranks.rank in builders else None, ranks=ranks)
-    missing = [rank for rank, view in enumerate(ranks.gather(_View(host, is_present()))) if not view.present]
+    missing = [rank for rank, view in enumerate(_views(is_present, host=host, ranks=ranks)) if not view.present]
     if missing:
         raise RuntimeError(f"ranks {missing} do not see {what} although a rank of their host made it")
 
@@ -62,6 +61,10 @@ def once_per_file_system(
 def discard(folder: Path, *, ranks: Ranks) -> None:
     """Remove `folder` on every file system; programs that have its files open keep them; collective."""
     on_every_rank(lambda: _remove(folder), ranks=ranks)
+
+
+def _views(is_present: Callable[[], bool], *, host: str, ranks: Ranks) -> list[_View]:
+    return ranks.gather(_View(host, on_every_rank(is_present, ranks=ranks)))
 
 
 def _first_rank(views: list[_View]) -> set[int]:

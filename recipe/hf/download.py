@@ -1,10 +1,9 @@
 """Brings a model of the Hugging Face hub into the cache of every file system that the ranks see, once for each."""
 
-import socket
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+from recipe.data.build_once import once_per_file_system
 from recipe.data.together import on_every_rank, on_first_rank, run_in_steps
 from recipe.hf.folder import missing_files
 from recipe.hf.in_thread import in_steps
@@ -23,13 +22,6 @@ ALLOWED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken
 LEFT_OUT = ("*/*", "consolidated*")  # other formats' folders, and the same weights once more under other names
 
 
-class _View(NamedTuple):
-    """What one rank sees."""
-
-    host: str
-    present: bool
-
-
 def fetch_model(model: HubModel, *, ranks: Ranks, say: Callable[[str], None], host: str | None = None) -> Path:
     """The folder of a model of the hub, complete for this rank; collective.
 
@@ -37,21 +29,20 @@ def fetch_model(model: HubModel, *, ranks: Ranks, say: Callable[[str], None], ho
     All take the commit that the first one finds. `host` is this machine's name. ValueError on all ranks alike where the
     hub does not give the model, in words that say what to do.
     """
-    host = socket.gethostname() if host is None else host
     commit = on_first_rank(lambda: fetch_config(model).parent.name, ranks=ranks)
     pinned = HubModel(model.name, commit)
     say(f"model: {model} is commit {commit} on the hub; what the cache lacks of it is downloaded")
     run_in_steps(_download(pinned) if ranks.rank == 0 else None, ranks=ranks)
     # A cache may hold a part of a repository, and only who has asked the hub knows which files there are.
     files = on_first_rank(lambda: _files_of(pinned), ranks=ranks)
-    is_present = on_every_rank(lambda: not _lacking(pinned, files), ranks=ranks)
-    views: list[_View] = ranks.gather(_View(host, is_present))
-    first: dict[str, int] = {}
-    for rank, view in enumerate(views):
-        if not view.present:
-            first.setdefault(view.host, rank)
-    run_in_steps(_download(pinned, files) if ranks.rank in first.values() else None, ranks=ranks)
-    return on_every_rank(lambda: _folder_of(pinned, files), ranks=ranks)
+    once_per_file_system(
+        lambda: _download(pinned, files),
+        is_present=lambda: not _lacking(pinned, files),
+        what=str(pinned),
+        ranks=ranks,
+        host=host,
+    )
+    return on_every_rank(lambda: fetch_config(pinned).parent, ranks=ranks)
 
 
 def _download(model: HubModel, files: Sequence[str] = ()) -> Generator[None, None, None]:
@@ -93,12 +84,3 @@ def _lacking(model: HubModel, files: Sequence[str]) -> list[str]:
 
 def _missing(folder: Path, files: Sequence[str]) -> list[str]:
     return missing_files(folder) or [name for name in files if not (folder / name).exists()]
-
-
-def _folder_of(model: HubModel, files: Sequence[str]) -> Path:
-    lacking = _lacking(model, files)
-    if lacking:
-        raise RuntimeError(
-            f"{model} was downloaded on host {socket.gethostname()}, but {lacking[0]} is not in this rank's cache"
-        )
-    return fetch_config(model).parent
