@@ -24,8 +24,9 @@ from recipe.settings.model import read_model, sizes_of
 from recipe.stop import STOPPED
 
 if TYPE_CHECKING:
-    from recipe.loop import TrainingLoop, TrainResults
+    from recipe.loop import TrainingLoop
     from recipe.prepare import Request
+    from recipe.results import TrainResults
 
 USER_ERROR = 2  # exit code of a mistake in the settings; those of checkpoints are in recipe/checkpoint/errors.py
 GRACE_S = 15.0
@@ -141,8 +142,8 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
 def report(results: "TrainResults", loop: "TrainingLoop") -> None:
     """The last lines: how good the model is, against what, and the one line that opens it."""
     from recipe.hf.export import opening_code
-    from recipe.loop import results_dict
     from recipe.records import write_json
+    from recipe.results import results_dict
 
     run = loop.run
     write_json(run.folder.path / "train_results.json", results_dict(results, run))
@@ -153,7 +154,10 @@ def report(results: "TrainResults", loop: "TrainingLoop") -> None:
             f"guessing by token frequency alone: {entropy:.4f}"
         )
     if results.stopped:
-        print_line(f"{results.checkpoint} is of step {results.steps}; go on with --resume_from_checkpoint auto")
+        kept = "nothing was saved, as --save_strategy no asks"
+        if results.checkpoint is not None:
+            kept = f"{results.checkpoint} is of step {results.steps}; go on with --resume_from_checkpoint auto"
+        print_line(kept)
         return
     if results.hf_folder is not None:
         print_line("open it with:")

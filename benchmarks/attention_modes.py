@@ -2,9 +2,9 @@
 
     python benchmarks/attention_modes.py --ranks 2 --rate 1gbit --json FILE
 
-Bytes are counted where collectives pass (ledger.py). Times are of forward and backward, medians of the slowest rank,
-the modes taking turns in the same processes on the emulated cluster (cluster.py), one core per rank. A row is void
-where the output or a gradient differs from one rank's, or the bytes from the formula.
+Bytes are counted where collectives pass (the dry run's ledger). Times are of forward and backward, medians of the
+slowest rank, the modes taking turns in the same processes on the emulated cluster (cluster.py), one core per rank. A
+row is void where the output or a gradient differs from one rank's, or the bytes from the formula.
 """
 
 import argparse
@@ -22,8 +22,9 @@ import cluster
 import torch
 import torch.distributed as dist
 from attention_layers import MODES, Job, Mode, Sizes, Traffic, Weights, check_sizes, draw, formula, make_job
-from ledger import Ledger
 from torch import Tensor
+
+from recipe.dry_run.ledger import Ledger
 
 TOLERANCE = 1e-4  # of the largest number
 
@@ -112,13 +113,13 @@ def measure(name: str, *, job: Job, whole: Answer) -> Measured:
     task = own_task(mode, job=job)
     with Ledger() as ledger:
         started = forward(task)
-        forward_bytes = ledger.sent.total
+        forward_bytes = ledger.volume().total
         got = backward(started, grad=task.grad)
     want = own_answer(whole, mode=mode, job=job)
     pairs = [(got.out, want.out), (got.x, want.x), *zip(got.weights, want.weights, strict=True)]
     errors = [(g - w).abs().max() / w.abs().max().clamp(min=1e-30) for g, w in pairs]
     error = torch.stack(errors).max().item()  # unlike Python's, torch's max keeps a NaN
-    return Measured(Traffic(forward_bytes, ledger.sent.total - forward_bytes), error)
+    return Measured(Traffic(forward_bytes, ledger.volume().total - forward_bytes), error)
 
 
 def time_modes(names: Sequence[str], *, job: Job, turns: int) -> dict[str, list[float]]:

@@ -3,12 +3,12 @@
     python benchmarks/moe_bytes.py --ranks 4 --active 2 8 --json FILE
 
 N ranks share one group (EP = TP = N). Payload and routing (ids, weights, counts) are counted where collectives pass
-(ledger.py) and printed in units of T*D*bytes, the size of all the group's tokens; the busiest rank counts. DeepSpeed
-runs its own layer, AutoEPMoELayer, whose expert and tensor-parallel groups are the same here: every rank holds all
-tokens, dispatches its N-th of the token-expert pairs by all-to-all, gathers every pair's output back, and sums their
-gradients in N padded all-reduces. Every layer has the same weights and tokens. A row is void where its output or input
-gradient differs from one rank's, or its payload from the formula. Sums of parameter gradients happen outside of all
-these layers and are not counted.
+(the dry run's ledger) and printed in units of T*D*bytes, the size of all the group's tokens; the busiest rank counts.
+DeepSpeed runs its own layer, AutoEPMoELayer, whose expert and tensor-parallel groups are the same here: every rank
+holds all tokens, dispatches its N-th of the token-expert pairs by all-to-all, gathers every pair's output back, and
+sums their gradients in N padded all-reduces. Every layer has the same weights and tokens. A row is void where its
+output or input gradient differs from one rank's, or its payload from the formula. Sums of parameter gradients happen
+outside of all these layers and are not counted.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import cluster
 import torch
 import torch.distributed as dist
-from ledger import Ledger, Sent, widest_routing_row
 from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
@@ -33,6 +32,7 @@ from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.shard_table import ShardTable
 from modeling.sharding import cut
+from recipe.dry_run.ledger import Ledger, Volume, widest_routing_row
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 8,
@@ -75,7 +75,7 @@ class Row(NamedTuple):
 class Measured(NamedTuple):
     """What this rank sent, and how far its output or input gradient is from one rank's, as a part of the largest."""
 
-    sent: Sent
+    sent: Volume
     error: float
 
 
@@ -159,12 +159,13 @@ def measure_ours(row: Row, *, problem: Problem, want: Answer) -> Measured:
         shard = table.shard(f"model.layers.0.mlp.{name}", tuple(whole[name].shape), group_rank=rank)
         parameter.data.copy_(cut(whole[name].detach(), shard))
     x_tD = tokens(problem).chunk(size)[rank].clone().requires_grad_()
-    with Ledger(narrow_bytes=widest_routing_row(problem.num_active)) as ledger:
+    with Ledger() as ledger:
         out_tD = block(x_tD)[0]
         out_tD.backward(output_gradient(problem).chunk(size)[rank])
     assert x_tD.grad is not None
     mine = Answer(*(part.chunk(size)[rank] for part in want))
-    return Measured(ledger.sent, _difference(Answer(out_tD.detach(), x_tD.grad), want=mine))
+    sent = ledger.volume(narrow_bytes=widest_routing_row(problem.num_active))
+    return Measured(sent, _difference(Answer(out_tD.detach(), x_tD.grad), want=mine))
 
 
 def config_for(problem: Problem, **changes: Any) -> GatherMoeConfig:
@@ -175,12 +176,13 @@ def config_for(problem: Problem, **changes: Any) -> GatherMoeConfig:
 def measure_deepspeed(row: Row, *, problem: Problem, want: Answer) -> Measured:
     layer = _folded_layer(problem)
     x_TD = tokens(problem).requires_grad_()
-    with Ledger(narrow_bytes=widest_routing_row(problem.num_active)) as ledger:
+    with Ledger() as ledger:
         out = layer(x_TD[None])
         out_TD = (out[0] if isinstance(out, tuple) else out).view_as(x_TD)
         out_TD.backward(output_gradient(problem))
     assert x_TD.grad is not None
-    return Measured(ledger.sent, _difference(Answer(out_TD.detach(), x_TD.grad), want=want))
+    sent = ledger.volume(narrow_bytes=widest_routing_row(problem.num_active))
+    return Measured(sent, _difference(Answer(out_TD.detach(), x_TD.grad), want=want))
 
 
 def _folded_layer(problem: Problem) -> nn.Module:

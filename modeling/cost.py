@@ -5,6 +5,7 @@ Letters as in docs/training.md: T tokens in the group's micro-batch, A experts p
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from .layout import ModelSizes, ParallelLayout
 MATRICES = 3  # gate, up and down
 ID_BYTES = 2  # an expert's number on the wire
 WEIGHT_BYTES = 4  # a routing weight, and its gradient
+HEAD_CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}  # of float32 logits at a time; a CPU's caches are small
 
 
 class WireBytes(NamedTuple):
@@ -24,6 +26,15 @@ class WireBytes(NamedTuple):
     @property
     def total(self) -> float:
         return self.payload + self.routing
+
+
+class WireTransfer(NamedTuple):
+    """A collective that may be cut in chunks: what one rank sends in it, for `is_routing` see `WireBytes`."""
+
+    op: str
+    sent_bytes: float
+    is_routing: bool = False
+    is_backward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,26 +57,53 @@ class MoeTraffic:
     sum_bytes: int | None = None
 
     def wire_bytes(self, strategy: str) -> WireBytes:
-        """Without activation checkpointing. All-gather and reduce-scatter each send (N-1)/N of the whole, as a ring."""
+        """Without activation checkpointing."""
+        transfers = self.transfers(strategy)
+        payload = sum(transfer.sent_bytes for transfer in transfers if not transfer.is_routing)
+        return WireBytes(payload, sum(transfer.sent_bytes for transfer in transfers if transfer.is_routing))
+
+    def transfers(self, strategy: str) -> tuple[WireTransfer, ...]:
+        """The same one by one. All-gather and reduce-scatter each send (N-1)/N of the whole, as a ring."""
+        formulas = {
+            "gather_tokens": self._gathered_tokens,
+            "gather_weights": self._gathered_weights,
+            "all_to_all": self._exchanged_rows,
+        }
+        if strategy not in formulas:
+            raise ValueError(f"strategy={strategy!r} has no formula")
+        return tuple(formulas[strategy]())
+
+    def _gathered_tokens(self) -> Iterator[WireTransfer]:
+        """x and the output's gradient gathered, the output and x's gradient scattered."""
+        width, active = self.sizes.hidden_size, self.sizes.num_experts_per_tok
+        sent = self.num_tokens * (self.layout.tp - 1) / self.layout.tp
+        x_bytes = width + 4 if self.fp8_tokens else width * self.element_bytes
+        yield WireTransfer("all_gather", sent * x_bytes)
+        yield WireTransfer("all_gather", sent * active * (ID_BYTES + WEIGHT_BYTES), is_routing=True)
+        yield WireTransfer("reduce_scatter", sent * width * (self.sum_bytes or self.element_bytes))
+        if self.regather:
+            yield WireTransfer("all_gather", sent * x_bytes, is_backward=True)
+        yield WireTransfer("all_gather", sent * width * self.element_bytes, is_backward=True)
+        yield WireTransfer("reduce_scatter", sent * width * self.element_bytes, is_backward=True)
+        yield WireTransfer("reduce_scatter", sent * active * WEIGHT_BYTES, is_routing=True, is_backward=True)
+
+    def _gathered_weights(self) -> Iterator[WireTransfer]:
+        """Weights gathered forward and backward, their gradients scattered."""
+        sizes = self.sizes
+        matrix = sizes.num_experts * sizes.moe_intermediate_size * sizes.hidden_size * self.element_bytes
+        sent = matrix * (self.layout.tp - 1) / self.layout.tp
+        for op, is_backward in (("all_gather", False), ("all_gather", True), ("reduce_scatter", True)):
+            for num_matrices in (2, MATRICES - 2):  # gate and up are one tensor
+                yield WireTransfer(op, num_matrices * sent, is_backward=is_backward)
+
+    def _exchanged_rows(self) -> Iterator[WireTransfer]:
+        """A row per token and expert: there and back, forward and backward. Ids are int64; one count per rank."""
         sizes, size = self.sizes, self.layout.tp
-        share = (size - 1) / size
-        tokens, active, width = self.num_tokens, sizes.num_experts_per_tok, sizes.hidden_size
-        if strategy == "gather_tokens":
-            # x and the output's gradient gathered, the output and x's gradient scattered.
-            x_bytes = width + 4 if self.fp8_tokens else width * self.element_bytes
-            gradient_bytes = 2 * width * self.element_bytes
-            sum_bytes = width * (self.sum_bytes or self.element_bytes)
-            payload = share * tokens * ((2 if self.regather else 1) * x_bytes + sum_bytes + gradient_bytes)
-            return WireBytes(payload, share * tokens * active * (ID_BYTES + 2 * WEIGHT_BYTES))
-        if strategy == "gather_weights":
-            # Weights gathered forward and backward, their gradients scattered.
-            weights = MATRICES * sizes.num_experts * sizes.moe_intermediate_size * width
-            return WireBytes(3 * share * weights * self.element_bytes, 0.0)
-        if strategy == "all_to_all":
-            # A row per token and expert: there and back, forward and backward. Ids are int64; one count per rank.
-            rows = share * tokens * active / size
-            return WireBytes(4 * self.rho * rows * width * self.element_bytes, self.rho * rows * 8 + share * size * 8)
-        raise ValueError(f"strategy={strategy!r} has no formula")
+        rows = self.rho * self.num_tokens * sizes.num_experts_per_tok * (size - 1) / size**2
+        yield WireTransfer("all_to_all", (size - 1) * 8, is_routing=True)
+        yield WireTransfer("all_to_all", rows * 8, is_routing=True)
+        for is_backward in (False, False, True, True):
+            yield WireTransfer("all_to_all", rows * sizes.hidden_size * self.element_bytes, is_backward=is_backward)
 
 
 def tokens_where_weights_pay(sizes: ModelSizes) -> float:
@@ -109,3 +147,19 @@ def choose_num_chunks(sent_bytes: float, *, device: str) -> int:
     link = LINKS.get(device, LINKS["cuda"])
     best = math.sqrt(sent_bytes / link.bytes_per_s / link.chunk_s)
     return max(1, min(MAX_CHUNKS, 2 ** round(math.log2(max(best, 1.0)))))
+
+
+def settle_num_chunks(num_tokens: int, *, sent_bytes: int, device: str, overlap: bool, wanted: int | None) -> int:
+    """In how many chunks a rank's rows are cut: as many as are wanted, else with overlap as many as pay."""
+    num = choose_num_chunks(sent_bytes, device=device) if overlap and wanted is None else wanted or 1
+    return max(1, min(num, num_tokens))
+
+
+def chunk_bound(k: int, *, num_rows: int, num_chunks: int) -> int:
+    """Where chunk k of so many begins; the first ones are a row longer where they do not divide."""
+    return -(-num_rows * k // num_chunks)
+
+
+def head_rows(width: int, *, chunk_bytes: int) -> int:
+    """Tokens whose float32 logits are made at a time, over `width` entries of the vocabulary."""
+    return max(1, chunk_bytes // (4 * width))

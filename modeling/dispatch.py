@@ -97,7 +97,7 @@ def _all_to_all(work: Dispatch) -> Dispatched:
     ranks = torch.arange(size + 1, device=ids.device)
     ends = torch.searchsorted(owner, ranks, right=False)
     counts = ends.diff()
-    splits = _agree_on_splits(counts, work.mesh)
+    splits = _agree_on_splits(counts, work.mesh, read=experts.host_reads.row_splits)
     order = order[: sum(splits.send)]
     sent_ids = all_to_all_rows(ids[order], splits, group)
     rows_RD = exchange_rows(work.x_tD[order // num_active], splits, group)
@@ -109,12 +109,12 @@ def _all_to_all(work: Dispatch) -> Dispatched:
     return Dispatched(out_tD.to(work.x_tD.dtype), routing)
 
 
-def _agree_on_splits(counts: Tensor, mesh: ParallelMesh) -> RowSplits:
+def _agree_on_splits(counts: Tensor, mesh: ParallelMesh, *, read: Callable[[Tensor], list[list[int]]]) -> RowSplits:
     """Tell every rank how many rows it will get; the host reads the numbers."""
     assert mesh.group is not None
     one_each = RowSplits([1] * mesh.layout.tp, [1] * mesh.layout.tp)
     received = all_to_all_rows(counts, one_each, mesh.group)
-    send, receive = torch.stack([counts, received]).tolist()
+    send, receive = read(torch.stack([counts, received]))
     return RowSplits(send, receive)
 
 

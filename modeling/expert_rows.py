@@ -4,10 +4,22 @@ A pair's slot is the number of its expert among those that this rank holds; ever
 another rank's, or nobody's.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class HostReads(NamedTuple):
+    """How counts come to the host, which waits for them; another way can say what they are where there is no device.
+
+    row_ends    [slots, chunks] int64, where the rows of each expert and each chunk of tokens end
+    row_splits  [2, N] int64, how many rows go to every rank, and come from it
+    """
+
+    row_ends: Callable[[Tensor], list[list[int]]] = Tensor.tolist
+    row_splits: Callable[[Tensor], list[list[int]]] = Tensor.tolist
 
 
 class Rows(NamedTuple):
@@ -56,7 +68,13 @@ def sort_rows(slots_TA: Tensor, *, num_slots: int) -> Rows:
     return Rows(order // num_active, order, key[: order.shape[0]] < num_slots, offsets_e)
 
 
-def count_rows(slots_TA: Tensor, *, num_slots: int, token_ends: list[int]) -> CountedRows:
+def count_rows(
+    slots_TA: Tensor,
+    *,
+    num_slots: int,
+    token_ends: list[int],
+    host_reads: HostReads | None = None,
+) -> CountedRows:
     """Pairs of slots [T, A] by slot, stable, without those of other ranks; `token_ends` is where each chunk ends."""
     num_active = slots_TA.shape[1]
     key, order = _sort(slots_TA, num_slots)
@@ -64,7 +82,8 @@ def count_rows(slots_TA: Tensor, *, num_slots: int, token_ends: list[int]) -> Co
     # A number that rises with slot and token alike finds both kinds of ends in one search.
     rising = key * slots_TA.shape[0] + token_R
     first_of_slot = torch.arange(num_slots, device=key.device)[:, None] * slots_TA.shape[0]
-    ends = torch.searchsorted(rising, first_of_slot + torch.tensor(token_ends, device=key.device)).tolist()
+    row_ends = torch.searchsorted(rising, first_of_slot + torch.tensor(token_ends, device=key.device))
+    ends = (host_reads or HostReads()).row_ends(row_ends)
     num_rows = ends[-1][-1]
     return CountedRows(token_R[:num_rows], order[:num_rows], ends)
 

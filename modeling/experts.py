@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from .config import GatherMoeConfig
 from .expert_copies import ExpertCopies, HeldCopies
+from .expert_rows import HostReads
 from .expert_weights import SlicesInFlight, WholeExperts, lend_slices, whole_experts
 from .experts_call import ExpertsCall, MakePass, Slices
 from .experts_grouped import GroupedExperts, Products, TorchProducts, TritonProducts
@@ -39,6 +40,8 @@ class GatherMoeExperts(nn.Module):
         self.first_expert = mesh.ep_rank * self.num_local
         self.backend = config.experts_backend
         self.layout = layout
+        self.host_reads = HostReads()
+        self.products: Products | None = None  # the backend's, unless something else stands in for them
         width = config.moe_intermediate_size // layout.etp
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_local, 2 * width, config.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(self.num_local, config.hidden_size, width))
@@ -113,8 +116,8 @@ class GatherMoeExperts(nn.Module):
             if x.is_cuda:
                 backend = grouped_backend(x.dtype, capability=torch.cuda.get_device_capability(x.device))
         if backend == "loop":
-            return LoopExperts
-        products: Products = TritonProducts() if backend == "triton" else TorchProducts()
+            return partial(LoopExperts, host_reads=self.host_reads)
+        products = self.products or (TritonProducts() if backend == "triton" else TorchProducts())
         return partial(GroupedExperts, products=products, recompute=recompute)
 
 

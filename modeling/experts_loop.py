@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .collectives import wide
-from .expert_rows import CountedRows, count_rows
+from .expert_rows import CountedRows, HostReads, count_rows
 from .experts_call import ExpertsCall, Slices, WeightGradients
 from .transfers import GatheredChunks
 
@@ -26,14 +26,19 @@ class _Matrices(NamedTuple):
 class LoopExperts:
     """One forward, or one backward, of a rank's experts; see `ExpertsPass`."""
 
-    def __init__(self, call: ExpertsCall, kept: Tensor | None = None) -> None:
+    def __init__(self, call: ExpertsCall, kept: Tensor | None = None, *, host_reads: HostReads | None = None) -> None:
         self.call = call
         chunks = call.chunks
         token_ends = [chunks.gathered_rows(k).stop for k in range(chunks.num_chunks)]
         own = Slices(call.gate_up, call.down)
         # A matrix each, so that experts and copies need not lie in one tensor.
         self._gate_up, self._down = _matrices(own, call.copies)
-        self.rows: CountedRows = count_rows(call.slots_TA, num_slots=len(self._down), token_ends=token_ends)
+        self.rows: CountedRows = count_rows(
+            call.slots_TA,
+            num_slots=len(self._down),
+            token_ends=token_ends,
+            host_reads=host_reads,
+        )
         self._weight_R = call.weights_TA.flatten()[self.rows.pair_R]
         num_rows, twice_width = self.rows.token_R.shape[0], call.gate_up.shape[1]
         self._gate_up_R2f = call.gate_up.new_empty(num_rows, twice_width) if kept is None else kept

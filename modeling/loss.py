@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives import wide
+from .cost import HEAD_CHUNK_BYTES, head_rows
 from .linear import autocast_inputs
 from .transfers import Chunks, GatherInChunks, ScatterInChunks
 
 IGNORED = -100  # transformers' label for "no target here"
-CHUNK_BYTES = 2**24  # of float32 logits at a time on CPU, where caches are small
-CHUNK_BYTES_CUDA = 2**28
+CHUNK_BYTES, CHUNK_BYTES_CUDA = HEAD_CHUNK_BYTES["cpu"], HEAD_CHUNK_BYTES["cuda"]
 
 
 class TokenLosses(NamedTuple):
@@ -101,6 +101,8 @@ class _VocabParallelLosses(torch.autograd.Function):
                     grad_logits_cv = _chunk_gradient(part, z_coef).to(x_cD.dtype)
                     torch.mm(grad_logits_cv, weight_vD, out=grad_x_cD[here])
                     _add_product(grad_weight_vD, grad_logits_cv.t(), x_cD[here])
+                    del grad_logits_cv
+                del part  # or these logits would live beside the next ones
             if grad_x_cD is not None:
                 scatter.add(k, grad_x_cD)
         ctx.save_for_backward(None if grad_weight_vD is None else scatter.finish(), grad_weight_vD)
@@ -117,7 +119,7 @@ class _VocabParallelLosses(torch.autograd.Function):
 
 def _token_slices(x_cD: Tensor, weight_vD: Tensor) -> Iterator[slice]:
     """Tokens whose logits are made at a time."""
-    step = max(1, (CHUNK_BYTES_CUDA if x_cD.is_cuda else CHUNK_BYTES) // (4 * weight_vD.shape[0]))
+    step = head_rows(weight_vD.shape[0], chunk_bytes=CHUNK_BYTES_CUDA if x_cD.is_cuda else CHUNK_BYTES)
     return (slice(start, start + step) for start in range(0, x_cD.shape[0], step))
 
 

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .cost import chunk_bound
+
 
 class Transfer:
     """A started collective. `finish` waits for it and returns its result; every transfer must be finished."""
@@ -108,7 +110,7 @@ class Chunks(NamedTuple):
         return slice(self.size * self._bound(k), self.size * self._bound(k + 1))
 
     def _bound(self, k: int) -> int:
-        return -(-self.num_tokens * k // self.num_chunks)
+        return chunk_bound(k, num_rows=self.num_tokens, num_chunks=self.num_chunks)
 
     def to_chunk_order(self, x: Tensor) -> Tensor:
         """[T, ...] in token order -> chunk order."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .config import GatherMoeConfig
-from .cost import choose_num_chunks
+from .cost import settle_num_chunks
 from .fp8 import Fp8GatherInChunks
 from .gathered_linear import Gathering
 from .transfers import Chunks, GatherInChunks, TokenTransfer, one_chunk
@@ -32,14 +32,18 @@ class Wire(NamedTuple):
 
     def chunks(self, x_tD: Tensor, group: ProcessGroup | None) -> Chunks:
         """How tensors of the shape and type of x_tD [t, D] are cut."""
-        num_tokens, num = x_tD.shape[0], self.num_chunks or 1
+        num_tokens = x_tD.shape[0]
         if group is None:
             return one_chunk(num_tokens)
-        if self.overlap and self.num_chunks is None:
+        num = settle_num_chunks(
+            num_tokens,
             # A ring passes on what every other rank has.
-            sent_bytes = (dist.get_world_size(group) - 1) * x_tD.numel() * x_tD.element_size()
-            num = choose_num_chunks(sent_bytes, device=x_tD.device.type)
-        return Chunks(max(1, min(num, num_tokens)), self.overlap, num_tokens, group)
+            sent_bytes=(dist.get_world_size(group) - 1) * x_tD.numel() * x_tD.element_size(),
+            device=x_tD.device.type,
+            overlap=self.overlap,
+            wanted=self.num_chunks,
+        )
+        return Chunks(num, self.overlap, num_tokens, group)
 
     def gathering(self, x_tD: Tensor, group: ProcessGroup) -> Gathering:
         """The same, for products whose input is gathered."""

@@ -8,7 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from recipe.checkpoint.errors import CheckpointError
+from recipe.claims.command import COMMANDS as CLAIMS
 from recipe.command import Command
+from recipe.dry_run.command import COMMANDS as DRY_RUN
+from recipe.plan.command import COMMANDS as PLAN
+from recipe.probe.command import COMMANDS as PROBE
+from recipe.profile.command import COMMANDS as PROFILE
+from recipe.sweep.command import COMMANDS as SWEEP
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
         command.add_arguments(subparser)
         subparser.set_defaults(command=command)
-    arguments = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(words)
+    arguments.behind = words[words.index("--") + 1 :] if "--" in words else None
     command = arguments.command
     try:
         return command.run(arguments)
@@ -153,6 +161,12 @@ COMMANDS = (
         add_arguments=_add_reshard_arguments,
         run=_reshard_checkpoint,
     ),
+    *PLAN,
+    *DRY_RUN,
+    *PROBE,
+    *PROFILE,
+    *SWEEP,
+    *CLAIMS,
 )
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 class Command(NamedTuple):
     """`run` returns the exit code. A ValueError is printed as the user's mistake, with exit code 2; a CheckpointError
-    with its own exit code."""
+    with its own exit code. It finds the words behind a -- as `behind`, too, None without one: argparse does not say
+    where it stood."""
 
     name: str
     help: str

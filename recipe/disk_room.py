@@ -29,6 +29,7 @@ def check_disk_room(run: Run, engine: Engine, *, checkpoint: Checkpoint | None) 
     assert max_steps is not None
     step = 0 if checkpoint is None else checkpoint.step
     num_saves = saves_to_come(step, max_steps=max_steps, save_steps=arguments.save_steps)
+    num_saves = 0 if arguments.save_strategy == "no" else num_saves
     old_bytes = run.folder.old_bytes(ranks=run.ranks)
     num_there = 0 if old_bytes else len(on_first(lambda: list_checkpoints(run.folder.checkpoints), ranks=run.ranks))
     num_more = more_at_a_time(num_saves, keep=arguments.save_total_limit, num_there=num_there)

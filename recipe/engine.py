@@ -340,7 +340,7 @@ def join_communication() -> None:
     On CPU without its shared-memory all-reduce: it would be compiled for half a minute, needs a compiler, leaves
     buffers behind, and serves inference only.
     """
-    if dist.get_backend() == "gloo":
+    if dist.get_backend() in ("gloo", "fake"):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 

@@ -13,6 +13,7 @@ instead would double the last term.
 MFU = model FLOPs per token x tokens per second / peak FLOPs per second of all devices together.
 """
 
+import re
 import time
 from collections.abc import Iterable
 from itertools import pairwise
@@ -20,8 +21,8 @@ from typing import NamedTuple
 
 from modeling.layout import ModelSizes
 
-# Dense bf16 with fp32 accumulation, as in NVIDIA's data sheets and architecture papers (half of what those give "with
-# sparsity"). A name is matched from the start, the longest match wins.
+# Dense bf16 with fp32 accumulation, as in NVIDIA's and AMD's data sheets and architecture papers (half of what those
+# give "with sparsity"). What may follow a name is in SAME_DEVICE; the longest name wins.
 BF16_PEAK_FLOPS_PER_S = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989.4e12,
@@ -33,7 +34,11 @@ BF16_PEAK_FLOPS_PER_S = {
     "NVIDIA B200": 2250e12,
     "NVIDIA L40S": 362e12,
     "NVIDIA GeForce RTX 4090": 165.2e12,
+    "AMD Instinct MI300X": 1307.4e12,
 }
+# Words behind a name that change nothing of the peak: memory and socket. Anything else, like "D", "Laptop GPU" or the
+# "MIG 1g.10gb" of a part, is another device.
+SAME_DEVICE = re.compile(r"([ -](\d+GB|HBM\d\w?|SXM\d?|PCIE|OAM|3E))*", re.IGNORECASE)
 
 
 class ParameterCounts(NamedTuple):
@@ -87,8 +92,12 @@ def find_peak(device: str, *, precision: str) -> Peak:
 
 
 def table_peak(device_name: str) -> Peak | None:
-    """The bf16 peak of a device with this name, None where the table has none."""
-    names = [name for name in BF16_PEAK_FLOPS_PER_S if f"{device_name} ".startswith((f"{name} ", f"{name}-"))]
+    """The bf16 peak of a device with this name, None where the table has none; a part of a device has another."""
+    names = [
+        name
+        for name in BF16_PEAK_FLOPS_PER_S
+        if device_name.startswith(name) and SAME_DEVICE.fullmatch(device_name.removeprefix(name))
+    ]
     if not names:
         return None
     name = max(names, key=len)

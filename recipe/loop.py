@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from modeling.placement import place_experts
 from recipe.checkpoint.agreement import on_every, on_first
@@ -38,29 +37,16 @@ from recipe.metrics import (
     read_peak_memory_bytes,
 )
 from recipe.move_experts import move_experts
+from recipe.recording import StepRecorder
 from recipe.records import MetricsWriter, ProgressBar, describe_evaluation
 from recipe.replicas import check_replicas
+from recipe.results import TrainResults
 from recipe.run import Run, check_resumable, checkpoint_details, merge_rank_states, pick_dtype
 from recipe.settings.schedule import learning_rate_at
 from recipe.state.elastic import resume_training
 from recipe.state.native import save_native
 from recipe.state.size_estimate import CheckpointSize
 from recipe.stop import StopSignal
-
-
-class TrainResults(NamedTuple):
-    """What the last lines of a run report. `hf_folder` is None where no Hugging Face weights were written.
-
-    `stopped`: a signal ended training before its last step or its last evaluation; the checkpoint is of that step.
-    """
-
-    steps: int
-    tokens: int
-    last: StepRecord | None
-    evaluation: EvalRecord | None
-    checkpoint: Path
-    hf_folder: Path | None
-    stopped: bool
 
 
 class TrainingLoop:
@@ -71,6 +57,7 @@ class TrainingLoop:
     ) -> None:
         """`checkpoint` is what training goes on from, `checkpoint_size` what one to be saved will take."""
         self.run, self._engine, self._size = run, engine, checkpoint_size
+        self._saves = run.arguments.save_strategy != "no"
         self._meter = StepMeter()
         self._step = self._position = 0
         self._already_s = 0.0  # training time behind the sums of an unfinished log line
@@ -97,6 +84,7 @@ class TrainingLoop:
             self._look_into(checkpoint)
             if run.arguments.place_experts:
                 self._place_experts(checkpoint.folder)
+        self._recorder = StepRecorder(run, engine, after_step=self._step)
         self._writer = self._open_metrics()
         # All ranks of a machine measure at once, so that the sum is what they can do together.
         run.ranks.barrier()
@@ -113,7 +101,8 @@ class TrainingLoop:
         steps = self._loader(bar).steps(self._position)
         self._clock = TrainingClock(already_s=self._already_s)
         try:
-            with self._stop, open_saver(self.run.ranks, background=self.run.arguments.async_save) as self._saver:
+            saver = open_saver(self.run.ranks, background=self.run.arguments.async_save)
+            with self._stop, self._recorder, saver as self._saver:
                 self._go_through(steps, bar, writer, max_steps=max_steps)
                 self._finish(bar, writer)
         finally:
@@ -129,6 +118,7 @@ class TrainingLoop:
         """Take steps up to the last one, or until the ranks agree to stop."""
         run, first = self.run, True
         while self._step < max_steps and not self._stop.agreed:
+            self._recorder.begin(self._step + 1)
             step = next(steps)
             if first:
                 check_batches(step.micro_batches, ranks=run.ranks, tp=run.mesh.layout.tp)
@@ -136,6 +126,7 @@ class TrainingLoop:
             self._stop.watch()
             self._saver.watch()
             grad_norm = self._take(step, bar)
+            self._recorder.end(self._step)
             bar.advance()
             if self._step % run.arguments.logging_steps == 0 or self._step == max_steps:
                 self._last = self._log(grad_norm)
@@ -221,7 +212,7 @@ class TrainingLoop:
         with self._clock.paused():
             if _is_due(self._step, every=arguments.eval_steps):
                 self._evaluate(bar, writer)
-            if not self._stop.agreed and _is_due(self._step, every=arguments.save_steps):
+            if self._saves and not self._stop.agreed and _is_due(self._step, every=arguments.save_steps):
                 self._save(is_last=False)
                 self._stop.ask()  # saving may have taken long
 
@@ -231,7 +222,8 @@ class TrainingLoop:
             if not self._stop.agreed:
                 self._evaluate(bar, writer)
             if self._stop.agreed:
-                bar.say(f"told to stop: saving step {self._step}, then leaving")
+                what = "saving" if self._saves else "not saving"
+                bar.say(f"told to stop: {what} step {self._step}, then leaving")
             is_last, failure = not self._stop.agreed, None
             try:
                 self._saver.wait()
@@ -239,7 +231,7 @@ class TrainingLoop:
                 bar.say(f"a save in the background has failed; trying step {self._step} before leaving with its error")
                 failure, self._saved_step = error, None
             try:
-                if self._lacks_checkpoint(is_last=is_last):
+                if self._saves and self._lacks_checkpoint(is_last=is_last):
                     self._save(is_last=is_last)
                 self._saver.wait()
             except CheckpointWriteError as error:
@@ -359,34 +351,22 @@ class TrainingLoop:
         return on_every_rank(open_writer, ranks=run.ranks)
 
     def _results(self) -> TrainResults:
-        def find() -> tuple[Path, bool]:
+        def find() -> tuple[Path | None, Path | None]:
+            if self._step != self._saved_step:
+                return None, None
             checkpoint = path_of_step(self.run.folder.checkpoints, self._step)
-            return checkpoint, (checkpoint / FOLDER).is_dir()
+            return checkpoint, checkpoint / FOLDER if (checkpoint / FOLDER).is_dir() else None
 
-        checkpoint, has_hf = on_first(find, ranks=self.run.ranks)
+        checkpoint, hf_folder = on_first(find, ranks=self.run.ranks)
         return TrainResults(
             steps=self._step,
             tokens=self._position * self.run.settings.block_size,
             last=self._last,
             evaluation=self._evaluation,
             checkpoint=checkpoint,
-            hf_folder=checkpoint / FOLDER if has_hf else None,
+            hf_folder=hf_folder,
             stopped=self._stop.agreed,
         )
-
-
-def results_dict(results: TrainResults, run: Run) -> dict[str, Any]:
-    """The content of train_results.json."""
-    return {
-        "steps": results.steps,
-        "stopped": results.stopped,
-        "tokens": results.tokens,
-        "train": None if results.last is None else results.last.as_dict(),
-        "evaluation": None if results.evaluation is None else results.evaluation.as_dict(),
-        "unigram_entropy": run.data.report["unigram_entropy_nats"],
-        "checkpoint": str(results.checkpoint),
-        "hf_folder": None if results.hf_folder is None else str(results.hf_folder),
-    }
 
 
 def _is_due(step: int, *, every: int) -> bool:

@@ -33,7 +33,7 @@ from recipe.records import tensorboard_faults
 from recipe.run import Run, describe_parameters
 from recipe.settings.ds_config import ResolvedConfig
 from recipe.settings.flags import Arguments
-from recipe.settings.model import read_model
+from recipe.settings.model import read_model, run_options
 from recipe.settings.model_source import HubModel, is_on_hub
 from recipe.settings.schedule import settle_schedule
 
@@ -210,22 +210,23 @@ def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
             f"use --config_overrides vocab_size={vocab_size} for a fresh model, or the tokenizer the model was "
             "trained with"
         )
-    of_this_run: dict[str, Any] = {
+    tokens = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "router_aux_loss_coef": arguments.router_aux_loss_coef,
-        "router_z_loss_coef": arguments.router_z_loss_coef,
-        "logits_z_loss_coef": arguments.logits_z_loss_coef,
-        "balance_scope": arguments.balance_scope,
-        "balance_bias_update_rate": arguments.balance_bias_update_rate,
-        "router_jitter_noise": arguments.router_jitter_noise,
-        "capacity_factor": arguments.capacity_factor,
-        "experts_backend": request.settings.parallel.experts_backend,
-        "strategy": request.settings.parallel.strategy,
-        **asdict(request.settings.parallel.wire),
+    }
+    return model_config(arguments, settings=request.settings, model={**request.model, **tokens})
+
+
+def model_config(arguments: Arguments, *, settings: ResolvedConfig, model: Mapping[str, Any]) -> GatherMoeConfig:
+    """The configuration of a run's model: the model's own settings, and what the run adds to them."""
+    of_this_run: dict[str, Any] = {
+        **run_options(arguments),
+        "experts_backend": settings.parallel.experts_backend,
+        "strategy": settings.parallel.strategy,
+        **asdict(settings.parallel.wire),
         "use_cache": False,
     }
-    config = GatherMoeConfig(**request.model, **of_this_run)
+    config = GatherMoeConfig(**model, **of_this_run)
     config._attn_implementation = arguments.attn_implementation
     return config

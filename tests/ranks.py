@@ -1,13 +1,16 @@
 """Runs a test function on n ranks of a gloo group, in one pool of processes per world size that lives for the session.
 
-The pool's processes come from a forkserver that has torch, deepspeed and transformers loaded, so the first
-case costs about three seconds and every further one milliseconds. Ranks meet through a file, never a port. Every
+The pool's processes come from a forkserver that has loaded all that a training run imports, so only the first
+case costs seconds, and every further one milliseconds. Ranks meet through a file, never a port. Every
 wait has a limit; a failing rank brings its traceback home and ends the pool, and the next case starts a fresh one.
 """
 
 import atexit
+import gc
+import io
 import multiprocessing as mp
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -15,12 +18,17 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 CALLS_PER_POOL = 40
-PRELOAD = ["torch", "torch.distributed", "deepspeed", "transformers", "transformers.models.qwen3_moe", "tests.ranks"]
+# With what these import in their turn. DeepSpeed and transformers leave two seconds of imports to the first engine.
+PRELOAD = [
+    *("torch", "torch.distributed", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "setuptools"),
+    *("transformers", "transformers.models.qwen3_moe", "pytest", "psutil"),
+    *("recipe.prepare", "recipe.loop", "tests.parity", "tests.ranks"),
+]
 
 
 class RankError(Exception):
@@ -52,8 +60,9 @@ def run_ranks(
     """
     pool = _fresh_enough(world_size)
     deadline = time.monotonic() + timeout_s
+    call = _pack((function, args, kwargs))
     for worker in pool.workers:
-        worker.pipe.send((function, args, kwargs))
+        worker.pipe.send_bytes(call)
     results: dict[int, Any] = {}
     waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(pool.workers)}
     while waiting:
@@ -76,6 +85,13 @@ def run_ranks(
     return [results[rank] for rank in range(world_size)]
 
 
+def with_libraries() -> ForkServerContext:
+    """Where to start processes that have the libraries loaded from their first moment on."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
 def end_pools() -> None:
     """Stop every pool; called once at the end of the session."""
     for world_size in list(_POOLS):
@@ -94,8 +110,7 @@ def _fresh_enough(world_size: int) -> _Pool:
 
 
 def _start(world_size: int) -> _Pool:
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = with_libraries()
     folder = tempfile.TemporaryDirectory(prefix="gather-moe-ranks-")
     workers = []
     for rank in range(world_size):
@@ -130,6 +145,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     os.dup2(log, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    gc.freeze()  # ZeRO-3 collects garbage again and again, which need not go through all the libraries each time
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     groups = _record_new_groups(dist)
     while True:
@@ -144,7 +160,32 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
             answer = (True, function(rank, world_size, *args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
-        pipe.send(answer)
+        pipe.send_bytes(_pack(answer))
+
+
+def _pack(value: object) -> bytes:
+    """What the `recv` of any number of pipes makes an equal value of."""
+    buffer = io.BytesIO()
+    _Packer(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+class _Packer(pickle.Pickler):
+    """Packs tensors as plain bytes; a pipe's `send` would share each through a file and a connection of its own."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if type(value) is not torch.Tensor or value.requires_grad or value.device.type != "cpu" or value.is_sparse:
+            return NotImplemented
+        content = bytearray(value.contiguous().flatten().view(torch.uint8).numpy())
+        return _unpack_tensor, (content, value.dtype, value.shape)
+
+
+def _unpack_tensor(content: bytearray, dtype: Any, shape: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(content, dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
 
 
 def _record_new_groups(dist: Any) -> list[Any]:

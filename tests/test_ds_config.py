@@ -2,7 +2,7 @@
 
 import copy
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from recipe.settings.arguments import parse_arguments
 from recipe.settings.ds_config import WorldInfo, load_ds_config, resolve_config
 from recipe.settings.model import read_model, sizes_of
 from recipe.settings.schedule import learning_rate_at
-from tests.resolving import faults_of, resolve
+from tests.resolving import TINY, faults_of, resolve
 
 SHARE = "--lr_scheduler_kwargs=min_lr_rate=0.1"
 FOLDER = Path(__file__).parents[1] / "ds_configs"
@@ -60,7 +60,7 @@ def test_without_a_file_the_defaults_hold() -> None:
         "gradient_accumulation_steps": 1,
         "train_batch_size": 8,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 8584},  # 34,336 weights over four ranks
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
         "zero_allow_untested_optimizer": True,
@@ -68,6 +68,25 @@ def test_without_a_file_the_defaults_hold() -> None:
         "steps_per_print": 1_000_000_000,
     }
     json.dumps(asdict(got))  # it is written next to the run
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage", "size"),
+    [([], 1, 8584), ([], 2, 8584), ([], 3, 8584), ([], 0, None), (["--bf16"], 1, None), (["--bf16"], 2, 8584)],
+)
+def test_a_bucket_holds_no_more_than_a_ranks_share_of_the_weights(
+    flags: list[str], stage: int, size: int | None
+) -> None:
+    """Only where DeepSpeed reserves room for all of it, and nothing is said."""
+    got = resolve({"zero_optimization": {"stage": stage}}, *flags)
+    assert got.engine["zero_optimization"].get("reduce_bucket_size") == size
+    assert any('"zero_optimization.reduce_bucket_size" became 8584: ' in note for note in got.notes) == (
+        size is not None
+    )
+    said = resolve({"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**9}}, *flags)
+    assert said.engine["zero_optimization"]["reduce_bucket_size"] == 10**9
+    large = replace(TINY, vocab_size=10**8)
+    assert "reduce_bucket_size" not in resolve({"zero_optimization": {"stage": stage}}, *flags, sizes=large).engine
 
 
 def test_bf16_sums_gradients_in_fp32() -> None:
@@ -133,6 +152,13 @@ def test_r_cfg_02_an_auto_that_nobody_can_resolve_is_refused_by_name() -> None:
     text = faults_of({"steps_per_print": "auto", "zero_optimization": {"overlap_comm": "auto"}})
     assert '"steps_per_print" is "auto"' in text
     assert '"zero_optimization.overlap_comm" is "auto"' in text
+
+
+@pytest.mark.parametrize("size", ["5e8", "500", 0.5, -1, True, [1]])
+def test_a_size_that_is_no_whole_number_is_refused_by_name(size: Any) -> None:
+    text = faults_of({"zero_optimization": {"reduce_bucket_size": size, "sub_group_size": 1e9}})
+    assert f'"zero_optimization.reduce_bucket_size": {size!r} must be a whole number' in text
+    assert "sub_group_size" not in text
 
 
 def test_r_cfg_02_deepspeed_reads_the_engine_part_without_complaint() -> None:

@@ -107,6 +107,8 @@ def test_documents_shorten_attention() -> None:
         ("NVIDIA H200", 989.4),
         ("NVIDIA H200 NVL", 835.5),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA GeForce RTX 4090", 165.2),
     ],
 )
 def test_peaks_of_known_gpus(name: str, tflops: float) -> None:
@@ -115,7 +117,13 @@ def test_peaks_of_known_gpus(name: str, tflops: float) -> None:
     assert peak.flops_per_s == tflops * 1e12
 
 
-@pytest.mark.parametrize("name", ["NVIDIA A10", "NVIDIA H2000", "Tesla T4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA A10", "NVIDIA H2000", "Tesla T4"),
+        *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"),
+    ],
+)
 def test_an_unknown_gpu_has_no_peak_in_the_table(name: str) -> None:
     assert table_peak(name) is None
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +18,12 @@ from recipe.checkpoint.expert_counts import ExpertCounts
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.manifest import read_manifest
 from recipe.ranks import OneRank
+from recipe.results import TrainResults
+from run_pretrain import report
 from tests.ranks import run_ranks
 from tests.training import Flags, train_on_ranks, write_inputs
+
+ENTROPY = "unigram_entropy_nats"
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +91,23 @@ def test_another_way_from_an_older_step_replaces_what_an_earlier_one_came_to(tol
     assert ("told to stop: saving step 4, then leaving" in said) == told
     after = verify_checkpoint(folder_of(flags, 4), ranks=OneRank())
     assert after.details["optimizer"]["learning_rate"] == 1e-3 != before.details["optimizer"]["learning_rate"]
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["at the end", "told to stop"])
+def test_a_run_that_is_not_to_be_saved_says_that_it_has_no_checkpoint(told: bool, flags: Flags) -> None:
+    other = {"max_steps": 9, "save_strategy": "no", "resume_from_checkpoint": "auto", "save_steps": 5}
+    results, said = run_ranks(train_and_be_told, 1, flags | other, told=told)[0]
+    assert (results["steps"], results["checkpoint"], results["hf_folder"]) == (6 if told else 9, None, None)
+    assert ("told to stop: not saving step 6, then leaving" in said) == told
+    assert not any(folder_of(flags, step).exists() for step in (5, 6, 9))
+
+
+def test_the_last_line_of_a_stopped_run_that_is_not_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    results = TrainResults(5, 80, None, None, checkpoint=None, hf_folder=None, stopped=True)
+    run = SimpleNamespace(folder=SimpleNamespace(path=tmp_path), data=SimpleNamespace(report={ENTROPY: 1.0}))
+    report(results, SimpleNamespace(run=run))  # type: ignore[arg-type]
+    assert capfd.readouterr().out == "nothing was saved, as --save_strategy no asks\n"
+    assert json.loads((tmp_path / "train_results.json").read_text())["checkpoint"] is None
 
 
 def test_what_is_complete_is_saved_again_for_hf_alone_and_keeps_its_counts_of_experts(flags: Flags) -> None:

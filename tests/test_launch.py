@@ -1,6 +1,7 @@
 """From environment variables to joined ranks: what each launcher sets, what is missing, and what stays behind."""
 
-import multiprocessing as mp
+import base64
+import json
 import os
 import signal
 import socket
@@ -29,7 +30,7 @@ from recipe.launch.start import (
     start_ranks,
     stop_ranks,
 )
-from tests.ranks import PRELOAD
+from tests.ranks import with_libraries
 
 CPU = {"DS_ACCELERATOR": "cpu"}
 DEEPSPEED = CPU | {
@@ -219,8 +220,7 @@ def _join(pipe: Connection, environ: dict[str, str], folder: str) -> None:
 
 def _in_processes(environs: list[dict[str, str]], folder: Path) -> list[Any]:
     """Run `_join` in one process per environment, all children of the same process, as a launcher's are."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = with_libraries()
     pipes, processes = [], []
     for environ in environs:
         ours, theirs = context.Pipe()
@@ -267,18 +267,22 @@ deepspeed.comm.all_reduce(total)
 os.write(1, f"ranks: {int(total)}\n".encode())  # in one piece, whatever the other rank prints
 time.sleep(float(sys.argv[-1]))
 stop_ranks(world)
+sys.stdout.flush()
+os._exit(0)  # threads of gloo that outlive their group can abort an interpreter that ends
 """
 
 
 def _launch(folder: Path, *, port: int, sleep_s: float) -> "subprocess.Popen[str]":
+    """What `deepspeed --num_accelerators 2` starts on this node, and the ranks are children of."""
     script = folder / "rank.py"
     script.write_text(SCRIPT)
-    launcher = Path(sys.executable).with_name("deepspeed")
-    command = [str(launcher), "--num_accelerators", "2", "--master_port", str(port), str(script), str(sleep_s)]
+    nodes = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={nodes}"]
+    command += ["--master_addr=127.0.0.1", f"--master_port={port}", str(script), str(sleep_s)]
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         command,
-        env=environ | CPU | {"TMPDIR": str(folder), "PATH": f"{launcher.parent}:{os.environ['PATH']}"},
+        env=environ | CPU | {"TMPDIR": str(folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -10,12 +10,12 @@ import moe_bytes
 import pytest
 import torch
 import torch.distributed as dist
-from ledger import Ledger, Sent
 from moe_bytes import Measured, Problem, Row, formula_payload, rows_for, summarise
 from torch import Tensor
 
 from modeling.cost import MoeTraffic
 from modeling.layout import ParallelLayout
+from recipe.dry_run.ledger import Ledger, Volume
 from tests.ranks import run_ranks
 
 
@@ -57,6 +57,8 @@ def booked(rank: int, world_size: int) -> dict[str, float]:
         "exchange": lambda: dist.all_to_all_single(torch.zeros(8, 3), x),
         "exchange, uneven": lambda: dist.all_to_all_single(torch.zeros_like(uneven), uneven, to_each, to_each),
         "to the next": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0) if rank == 1 else None,
+        "from the first": lambda: dist.broadcast(x, 0),
+        "sum, on the first": lambda: dist.reduce(x, 0),
         "barrier": dist.barrier,
     }
     return {name: _bytes_of(call) for name, call in calls.items()}
@@ -65,7 +67,7 @@ def booked(rank: int, world_size: int) -> dict[str, float]:
 def _bytes_of(call: Any) -> float:
     with Ledger() as ledger:
         call()
-    return ledger.sent.total
+    return ledger.volume().total
 
 
 def test_every_kind_of_collective_is_booked() -> None:
@@ -81,31 +83,33 @@ def test_every_kind_of_collective_is_booked() -> None:
             "exchange": 3 / 4 * 96,
             "exchange, uneven": (4 * rank + 6 - 2 * rank) * 12,
             "to the next": 96 if rank == 0 else 0,
+            "from the first": 3 / 4 * 96,
+            "sum, on the first": 3 / 4 * 96,
             "barrier": 0,
         }
 
 
 def unknown_collective(rank: int, world_size: int) -> str:
     with Ledger(), pytest.raises(ValueError) as caught:
-        dist.broadcast(torch.zeros(2), 0)
+        dist.gather(torch.zeros(2), [torch.zeros(2) for _ in range(world_size)] if rank == 0 else None, dst=0)
     return str(caught.value)
 
 
 def test_a_collective_without_a_rule_is_refused() -> None:
     for text in run_ranks(unknown_collective, 2):
-        assert text.startswith("the ledger has no rule for c10d.broadcast_; it knows ['_allgather_base_', ")
+        assert text.startswith("the ledger has no rule for c10d.gather_; it knows ['_allgather_base_', ")
 
 
-def narrow_and_wide(rank: int, world_size: int) -> Sent:
-    with Ledger(narrow_bytes=8) as ledger:
+def narrow_and_wide(rank: int, world_size: int) -> Volume:
+    with Ledger() as ledger:
         dist.all_reduce(torch.zeros(5, 2))  # 8 bytes a row
         dist.all_reduce(torch.zeros(5, 3))  # 12
         dist.all_reduce(torch.zeros(7, dtype=torch.int64))  # 8: numbers without rows
-    return ledger.sent
+    return ledger.volume(narrow_bytes=8)
 
 
 def test_narrow_rows_are_routing() -> None:
-    assert run_ranks(narrow_and_wide, 2) == [Sent(payload=60.0, routing=40.0 + 56.0)] * 2
+    assert run_ranks(narrow_and_wide, 2) == [Volume(payload=60.0, routing=40.0 + 56.0)] * 2
 
 
 PROBLEMS = [Problem(2048, num_active, routing) for num_active in (2, 8) for routing in moe_bytes.ROUTINGS]
@@ -182,7 +186,7 @@ def test_a_row_is_its_busiest_rank_and_void_where_it_computes_or_sends_something
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     problem, row = Problem(32, 2, "random"), Row("gather-moe", "all_to_all", 2)
-    by_rank = [Measured(Sent(4096.0, 10.0), 0.0), Measured(Sent(8192.0, 20.0), 2e-4)]
+    by_rank = [Measured(Volume(4096.0, 10.0), 0.0), Measured(Volume(8192.0, 20.0), 2e-4)]
     summary = summarise(row, problem=problem, by_rank=by_rank)
     assert summary["payload_bytes"] == 8192.0
     assert summary["routing_bytes"] == 20.0

@@ -2,9 +2,6 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from modeling.config import GatherMoeConfig
 from modeling.hf_keys import file_tensors
 from modeling.layout import ParallelLayout
 from recipe.hf.export import opening_code
+from tests.clean_process import run_clean
 from tests.parity import Case, full_state, mixed_config, referee_model, start_engine, tiny_config
 from tests.ranks import RankError, run_ranks
 from tests.training import train_on_ranks, write_ds_config, write_inputs
@@ -27,17 +25,6 @@ CONFIGS = {
     "gather_moe": lambda: mixed_config(qk_norm="none", vocab_size=51),
 }
 MODELING = Path(__file__).parent.parent / "modeling"
-# An editable install would let a clean process import this project; this takes it out of the way.
-HIDE_PROJECT = """
-import sys
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("modeling", "recipe", "run_pretrain"):
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Hidden())
-"""
 OPEN_IT = """
 import json, sys, torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -136,15 +123,13 @@ def expected_tensors(name: str, state: dict[str, torch.Tensor], *, kind: str) ->
 def open_in_clean_process(
     folder: Path, ids: torch.Tensor, tmp_path: Path, *, native: bool, tuned: Path | None = None
 ) -> Any:
-    """Load with the Auto classes where this project cannot be imported; fine-tune and save to `tuned`, if given."""
+    """Load with the Auto classes where this project cannot be imported; fine-tune and save to `tuned`, if given.
+
+    The process that fine-tunes is a cold one: what code of ours forgets to import is not there by chance.
+    """
     out = tmp_path / f"opened-{folder.name}.pt"
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    code = HIDE_PROJECT + OPEN_IT + (TUNE_IT if tuned else "") + END_IT
-    words = [sys.executable, "-I", "-c", code, str(folder), json.dumps(ids.tolist())]
-    words += ["native" if native else "stock", str(out), str(tuned)]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    words = [str(folder), json.dumps(ids.tolist()), "native" if native else "stock", str(out), str(tuned)]
+    run_clean(OPEN_IT + (TUNE_IT if tuned else "") + END_IT, words, tmp_path, cold=tuned is not None)
     return torch.load(out)
 
 

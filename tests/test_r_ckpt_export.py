@@ -1,22 +1,19 @@
 """What an exported folder says of itself: the real vocabulary, the precision asked for, tokenizer and generation."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from modeling.config import GatherMoeConfig
+from tests.clean_process import run_clean
 from tests.engine_runs import Training, accumulate, random_batch, read_export, slow, start
 from tests.hub_samples import save_tokenizer
 from tests.parity import Case, full_state, referee_model, tiny_config
 from tests.ranks import run_ranks
-from tests.test_r_ckpt import HIDE_PROJECT, FakeTokenizer, export, sample_ids
+from tests.test_r_ckpt import FakeTokenizer, export, sample_ids
 
 CHAT = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{% endfor %}"
 OPEN_TOKENIZER = """
@@ -104,12 +101,8 @@ def export_with_tokenizer(rank: int, world_size: int, root: Path) -> None:
 def test_r_ckpt_14_tokenizer_chat_template_and_generation_travel_to_a_clean_process(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer", chat_template=CHAT)
     run_ranks(export_with_tokenizer, 1, tmp_path)
-    environment: dict[str, Any] = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     for hf_format in ("native", "auto"):
-        words = [sys.executable, "-I", "-c", HIDE_PROJECT + OPEN_TOKENIZER, str(tmp_path / hf_format), hf_format]
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        text, chat, eos_id, length = json.loads(done.stdout.splitlines()[-1])
+        said = run_clean(OPEN_TOKENIZER, [str(tmp_path / hf_format), hf_format], tmp_path)
+        text, chat, eos_id, length = json.loads(said.splitlines()[-1])
         assert (text, chat, eos_id) == ("ab", "[user] hi", 0)
         assert 2 < length <= 7

@@ -164,8 +164,8 @@ def test_r_graph_02_a_sparse_block_compiles_without_a_break_for_any_routing() ->
 
 
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "bincount", "argwhere"}
-# Functions whose callers say that the host waits.
-READERS = {("expert_rows", "count_rows"), ("dispatch", "_agree_on_splits")}
+# Where it says how the host reads, for those who say that it waits.
+READERS = {("expert_rows", "HostReads")}
 
 
 def modules_of_a_block() -> set[str]:
@@ -182,13 +182,13 @@ def modules_of_a_block() -> set[str]:
 
 
 def host_reads(module: str) -> set[tuple[str, str]]:
-    """(module, function) of every call of a method that hands a tensor's numbers to the host, or depends on them."""
+    """(module, function) of every use of a method that hands a tensor's numbers to the host, or depends on them."""
     found = set()
-    for function in ast.walk(ast.parse((ROOT / "modeling" / f"{module}.py").read_text())):
-        if isinstance(function, ast.FunctionDef):
-            for node in ast.walk(function):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in HOST_READS:
-                    found.add((module, function.name))
+    for place in ast.walk(ast.parse((ROOT / "modeling" / f"{module}.py").read_text())):
+        if isinstance(place, ast.FunctionDef | ast.ClassDef):
+            for node in ast.walk(place):
+                if isinstance(node, ast.Attribute) and node.attr in HOST_READS:
+                    found.add((module, place.name))
     return found
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from unittest.mock import Mock, patch
 
 import pytest
+import torch
 
 from recipe.checkpoint.agreement import on_first
 from recipe.checkpoint.errors import CheckpointBrokenError, RanksFailedError
@@ -19,6 +20,27 @@ def test_one_rank_is_a_world_of_one() -> None:
     ranks.meet("a test", timeout_s=0.0)
     assert (ranks.rank, ranks.world_size, ranks.gather("mine"), ranks.first("mine")) == (0, 1, ["mine"], "mine")
     assert (ranks.any(True), ranks.any_later(True)(), ranks.any_later(False)()) == (True, True, False)
+
+
+def _echo(rank: int, world_size: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors
+
+
+def test_tensors_travel_to_the_ranks_and_back_as_they_are() -> None:
+    tensors = {
+        "transposed": torch.arange(12.0).view(3, 4).t(),
+        "a number": torch.tensor(1.5, dtype=torch.bfloat16),
+        "nothing": torch.empty(0, 3, dtype=torch.int64),
+        "bits": torch.tensor([True, False]),
+        "asks for a gradient": torch.ones(2, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.float64)),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+    for found in run_ranks(_echo, 2, tensors):
+        for name, tensor in tensors.items():
+            got = found[name]
+            assert (type(got), got.dtype, got.requires_grad) == (type(tensor), tensor.dtype, tensor.requires_grad), name
+            torch.testing.assert_close(got, tensor, atol=0, rtol=0)
 
 
 def _gather(rank: int, world_size: int) -> list[object]:

@@ -1,16 +1,13 @@
 """What README shows works as it stands: its lines for AutoModel and generate, in a process without this project."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recipe.settings.arguments import parse_arguments
+from tests.clean_process import run_clean
 from tests.ranks import run_ranks
-from tests.test_r_ckpt import HIDE_PROJECT
 from tests.training import train_on_ranks, write_inputs
 
 ROOT = Path(__file__).parent.parent
@@ -41,10 +38,5 @@ def test_the_lines_that_load_and_generate_run_in_a_clean_process(tmp_path: Path)
     run_ranks(train_on_ranks, 2, write_inputs(tmp_path))
     block, *_ = re.findall(r"```python\n(.*?)```", README, re.S)
     assert DEMO_FOLDER in block
-    script = HIDE_PROJECT + block.replace(DEMO_FOLDER, str(tmp_path / "run" / "checkpoints" / "latest" / "hf"))
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "def main():" in done.stdout
+    script = block.replace(DEMO_FOLDER, str(tmp_path / "run" / "checkpoints" / "latest" / "hf"))
+    assert "def main():" in run_clean(script, [], tmp_path, cold=True)

@@ -1,8 +1,8 @@
 """The entry script as users start it: the deepspeed launcher, plain python, mistakes, and what is left afterwards."""
 
 import json
-import multiprocessing as mp
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.clean_process import run_clean
+from tests.ranks import with_libraries
 from tests.training import Flags, read_metrics, write_ds_config, write_inputs
 
 ROOT = Path(__file__).parent.parent
@@ -48,15 +50,24 @@ def run_command(command: list[str], **changes: str) -> subprocess.CompletedProce
     )
 
 
-def run_main(words: list[str], folder: Path, **changes: str) -> SimpleNamespace:
-    """`python run_pretrain.py WORDS` in a fresh process that has the libraries loaded; stdout and stderr together."""
-    out = folder / "said.txt"
-    process = mp.get_context("forkserver").Process(target=_main, args=(words, environment(**changes), out))
-    process.start()
-    process.join(150)
-    process.kill()
-    process.join()
-    return SimpleNamespace(returncode=process.exitcode, stdout=out.read_text())
+def run_main(words: list[str], folder: Path, *, num_ranks: int = 1, **changes: str) -> SimpleNamespace:
+    """`python run_pretrain.py WORDS`, or as many ranks of one launcher, in processes that have the libraries loaded.
+
+    stdout and stderr of all ranks together, and the exit code that all of them ended with.
+    """
+    out, context, processes = folder / "said.txt", with_libraries(), []
+    out.write_text("")
+    for rank in range(num_ranks):
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)} if num_ranks > 1 else {}
+        process = context.Process(target=_main, args=(words, environment(**variables, **changes), out))
+        process.start()
+        processes.append(process)
+    for process in processes:
+        process.join(150)
+        process.kill()
+        process.join()
+    (code,) = {process.exitcode for process in processes}
+    return SimpleNamespace(returncode=code, stdout=out.read_text())
 
 
 def _main(words: list[str], variables: dict[str, str], out: Path) -> None:
@@ -64,7 +75,7 @@ def _main(words: list[str], variables: dict[str, str], out: Path) -> None:
 
     os.environ.clear()
     os.environ.update(variables)
-    with out.open("w") as file:
+    with out.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.exit(run_pretrain.main(words))
@@ -114,9 +125,9 @@ def test_two_ranks_under_the_launcher_train_log_and_save(tmp_path: Path) -> None
     assert "guessing by token frequency alone" in done.stdout
     assert shared_memory() == before, "R-LAUNCH-02"
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("python -c")]
-    opened = run_command(["bash", "-c", line])
-    assert opened.returncode == 0, opened.stdout
-    assert "Qwen3MoeForCausalLM(" in opened.stdout
+    python, option, code = shlex.split(line)
+    assert (python, option) == ("python", "-c")
+    assert "Qwen3MoeForCausalLM(" in run_clean(code, [], tmp_path)
 
 
 @pytest.mark.slow
@@ -143,9 +154,12 @@ def check_mistake(
     code: int = 2,
     **changes: str,
 ) -> None:
-    """Under the launcher, or where a `folder` is given in a process that starts faster."""
+    """Under the launcher, or where a `folder` is given in processes that start faster."""
     words = words_of(flags)
-    done = launch(words, num_ranks=num_ranks, **changes) if folder is None else run_main(words, folder, **changes)
+    if folder is None:
+        done: Any = launch(words, num_ranks=num_ranks, **changes)
+    else:
+        done = run_main(words, folder, num_ranks=num_ranks or 1, **changes)
     assert done.returncode == code, done.stdout
     for message in messages:
         assert done.stdout.count(message) == 1, (message, done.stdout)
@@ -156,7 +170,8 @@ def check_mistake(
 def test_r_cfg_06_every_mistake_is_listed_once_and_all_ranks_end(tmp_path: Path) -> None:
     """Layout, sizes and unknown keys, in one message from rank 0, before anything is started or written."""
     flags = write_inputs(tmp_path) | {"block_size": 15, "seeed": 1}
-    check_mistake(flags, "--seeed on the command line is unknown; did you mean --seed?", num_ranks=2, code=2)
+    unknown = "--seeed on the command line is unknown; did you mean --seed?"
+    check_mistake(flags, unknown, num_ranks=2, code=2, folder=tmp_path)
     flags.pop("seeed")
     flags |= write_ds_config(tmp_path, parallel={"tp": 2, "ep": 4}, gradient_cliping=0.25)
     flags |= {"per_device_train_batch_size": 1}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,7 @@ from modeling.init import shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
 from tests.parity import mixed_config
-from tests.ranks import PRELOAD
+from tests.ranks import with_libraries
 from tests.recording import Operator, Operators
 from tests.test_static_shapes import plain_inputs, static_shapes
 
@@ -118,8 +117,7 @@ def _trace(case: Case, config: GatherMoeConfig) -> Trace:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[ProcessPoolExecutor]:
     """A process of its own, whose one group at a time is a fake one."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = with_libraries()
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         yield pool
 

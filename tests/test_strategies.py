@@ -1,5 +1,6 @@
 """Every strategy, layout and number of active experts, under adversarial routing, against all experts on one rank."""
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -93,6 +94,7 @@ def whole_numbers(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
+@functools.cache
 def reference(num_active: int, kind: str, dtype: torch.dtype) -> Answer:
     """Token by token and expert by expert, by autograd."""
     x, grad, gate_up, down = (tensor.requires_grad_(i != 1) for i, tensor in enumerate(whole_numbers(dtype)))
@@ -218,26 +220,33 @@ def test_training_matches_one_plain_process_with_every_strategy(strategy: str, e
     check_against_referee(got, referee_run(config, state, case))
 
 
+SMALL = {"num_hidden_layers": 1, "moe_intermediate_size": 16}  # hundreds of steps; T* is 144 tokens
+
+
+def mixed_lengths(step: int) -> Tensor:
+    """2 sequences of 32, which stay below T*, and 6, which do not, in turn; some ids come more often than others."""
+    ids = torch.rand((2, 6)[step % 2], 32, generator=torch.Generator().manual_seed(step)).square() * 50
+    return ids.long()
+
+
 def losses_over_mixed_lengths(
     rank: int, world_size: int, strategy: str, num_steps: int
 ) -> tuple[list[float], set[str]]:
     """Plain AdamW in float64 on a model shared by two ranks; the strategies that its layers took."""
     torch.manual_seed(0)
-    config = tiny_config(strategy=strategy)
+    config = tiny_config(strategy=strategy, **SMALL)
     mesh = build_mesh(ParallelLayout(tp=world_size, ep=1), num_key_value_heads=2)
     model = build_model(config, mesh=mesh, seed=3, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, taken = [], set()
     for step in range(num_steps):
-        # T* is 288 tokens: 2 sequences of 64 stay below it, 6 do not.
-        num_sequences = (2, 6)[step % 2]
-        ids = torch.randint(0, 50, (num_sequences, 64), generator=torch.Generator().manual_seed(step))
+        ids = mixed_lengths(step)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        taken.add(model.model.layers[0].mlp.strategy_for(torch.empty(num_sequences * 64 // world_size, 32)))
+        taken.add(model.model.layers[0].mlp.strategy_for(torch.empty(ids.numel() // world_size, 32)))
     return losses, taken
 
 
@@ -254,13 +263,13 @@ def test_switching_strategies_by_length_gives_the_curve_of_either_alone() -> Non
 
 def worst_step_from_the_same_state(rank: int, world_size: int, num_steps: int) -> float:
     """Of all steps in float32, the largest difference that the strategy makes to a loss or a gradient."""
-    config = tiny_config(strategy="gather_tokens", overlap=True, overlap_chunks=2)
+    config = tiny_config(strategy="gather_tokens", overlap=True, overlap_chunks=2, **SMALL)
     mesh = build_mesh(ParallelLayout(tp=world_size, ep=1), num_key_value_heads=2)
     model = build_model(config, mesh=mesh, seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     worst = 0.0
     for step in range(num_steps):
-        ids = torch.randint(0, 50, ((2, 6)[step % 2], 64), generator=torch.Generator().manual_seed(step))
+        ids = mixed_lengths(step)
         found = []
         for strategy in ("gather_weights", "gather_tokens"):
             for layer in model.model.layers:

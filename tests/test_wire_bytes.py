@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from ledger import Ledger, Sent, widest_routing_row
 
 from modeling.cost import MoeTraffic, choose_strategy, tokens_where_weights_pay
 from modeling.layout import ParallelLayout, divisors
 from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
+from recipe.dry_run.ledger import Ledger, Volume, widest_routing_row
 from tests.parity import tiny_config
 from tests.ranks import run_ranks
 
@@ -20,7 +20,7 @@ NUM_TOKENS = 48
 
 def counted(
     rank: int, world_size: int, strategy: str, ep: int, num_active: int, dtype: Any, options: dict[str, Any]
-) -> Sent:
+) -> Volume:
     """One forward and backward of the MoE layer, every expert with the same number of tokens."""
     config = tiny_config(num_experts=8, num_experts_per_tok=num_active, strategy=strategy, **options)
     mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
@@ -38,10 +38,10 @@ def counted(
         for expert in range(8):
             for token in range(8):
                 block.gate.weight[expert, token] = -float((expert - token) % 8)
-    with Ledger(narrow_bytes=widest_routing_row(num_active)) as ledger:
+    with Ledger() as ledger:
         out, _ = block(x_tD.requires_grad_())
         out.float().sum().backward()
-    return ledger.sent
+    return ledger.volume(narrow_bytes=widest_routing_row(num_active))
 
 
 CASES = [

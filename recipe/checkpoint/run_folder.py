@@ -16,10 +16,11 @@ from recipe.checkpoint.errors import CheckpointError, FolderInUseError
 from recipe.checkpoint.find import AUTO
 from recipe.checkpoint.folders import CHECKPOINTS_NAME, tidy
 from recipe.ranks import Ranks
+from recipe.scopes import FOLDER as PROFILE_NAME
 
 LOCK_NAME = ".lock"
 # What a run leaves in its folder besides checkpoints/, whose presence means that the folder is taken.
-RUN_ENTRIES = ("run.json", "metrics.jsonl", "train_results.json", "tensorboard")
+RUN_ENTRIES = ("run.json", "metrics.jsonl", "train_results.json", "tensorboard", PROFILE_NAME)
 
 
 class RunFolder:

@@ -32,6 +32,8 @@ class Job:
     device            "cpu" or "cuda"
     attention_length  l = sum(length^2) / sum(length) of the documents in a block; None: each fills a block
     rho               the busiest rank's expert rows over the mean
+    clips_gradients   by their norm over all ranks
+    cuda_graph        blocks are replayed as CUDA graphs, as recipe/settings/ds_graphs.py settles it
     """
 
     model: Mapping[str, Any]
@@ -48,6 +50,8 @@ class Job:
     device: str
     attention_length: float | None = None
     rho: float = 1.0
+    clips_gradients: bool = True
+    cuda_graph: bool = False
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -112,4 +116,6 @@ def job_of(settings: ResolvedConfig, *, model: Mapping[str, Any], recompute: boo
         precision=settings.precision,
         recompute=recompute,
         device=device,
+        clips_gradients=settings.optimizer.max_grad_norm > 0,
+        cuda_graph=settings.parallel.cuda_graph,
     )

@@ -17,6 +17,8 @@ from recipe.settings.model_source import is_on_hub
 
 __all__ = ["Arguments", "parse_arguments"]
 
+COMMAND_LINE = "on the command line"
+CALLER = "by the program that starts the run"
 DS_CONFIG_ALIASES = ("ds_config", "deepspeed", "deepspeed_config")
 
 # Flags people bring along from other trainers that cannot hold here, and what to do instead.
@@ -24,8 +26,7 @@ REFUSED_FLAGS = {
     "fp16": "float16 needs loss scaling, which the router and the losses here do not have; use --bf16",
     "do_train": "a run always trains; leave it out",
     "do_eval": "evaluation always follows training; --eval_steps adds more of it",
-    "eval_strategy": "use --eval_steps N, or 0 for the end only",
-    "save_strategy": "use --save_steps N, or 0 for the end only",
+    "eval_strategy": "use --eval_steps N, or 0 for the end only, and --max_eval_samples 0 for none",
     "logging_strategy": "use --logging_steps N",
     "warmup_ratio": "give --warmup_steps a value below 1, which means a share of the run",
     "optim": "the optimizer is AdamW",
@@ -86,8 +87,8 @@ class _Words(NamedTuple):
     files: list[str]
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Typed flags from `argv` (default: the process's own).
+def parse_arguments(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None) -> Arguments:
+    """Typed flags from `argv` (default: the process's own); `defaults` are the caller's, for what nobody has set.
 
     Accepts one positional .json or .yaml argument file. ValueError lists every fault; --help prints and exits with 0.
     """
@@ -97,12 +98,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         _help_parser(collected.specs).print_help()
         raise SystemExit(0)
     words = _scan(argv, faults=collected.faults)
-    collected.lay_under(_values(words.flags, collected=collected), place="on the command line")
+    collected.lay_under(_values(words.flags, collected=collected), place=COMMAND_LINE)
     for path in words.files:
         _lay_file_under(path, collected=collected)
     if len(words.files) > 1:
         collected.faults.append(f"only one argument file can be read, got {', '.join(words.files)}")
     _lay_block_under(collected)
+    collected.lay_under(defaults or {}, place=CALLER)
     arguments = _typed(collected)
     # A file that could not be read may hold what seems to be missing, so combinations say nothing then.
     faults = [*collected.faults, *(_combination_faults(arguments) if collected.all_files_read else ())]
@@ -236,6 +238,8 @@ def _hub_faults(arguments: Arguments) -> Iterator[str]:
             yield f"--{name} is for what --push_to_hub uploads; add that, or leave it out"
     if a.push_to_hub and a.hf_save == "never":
         yield "--push_to_hub uploads the Hugging Face weights that --hf_save never does not write; use --hf_save last"
+    if a.push_to_hub and a.save_strategy == "no":
+        yield "--push_to_hub uploads what --save_strategy no does not write; leave one of them out"
 
 
 def _help_parser(specs: Mapping[str, FlagSpec]) -> argparse.ArgumentParser:

@@ -4,11 +4,12 @@ Nothing is left to be guessed later: no "auto" reaches DeepSpeed, and no key tha
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from modeling.layout import ModelSizes, ParallelLayout
+from recipe.flops import count_parameters
 from recipe.settings.config_files import load_ds_config
 from recipe.settings.ds_graphs import GraphFacts, settle_graphs
 from recipe.settings.ds_keys import (
@@ -19,6 +20,7 @@ from recipe.settings.ds_keys import (
     look_up,
     refused_keys,
     shape_faults,
+    size_faults,
     unknown_keys,
 )
 from recipe.settings.ds_layout import Batch, ParallelOptions, WorldInfo, settle_layout
@@ -37,6 +39,9 @@ __all__ = ["OptimizerOptions", "ParallelOptions", "ResolvedConfig", "WorldInfo",
 
 # DeepSpeed's own progress line; ours replaces it.
 NEVER_PRINT_STEPS = 1_000_000_000
+# Numbers that DeepSpeed sums at once where nothing else is said; ZeRO reserves room for all of them.
+BUCKET_KEY = "reduce_bucket_size"
+USUAL_BUCKET = 500_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +106,7 @@ def resolve_config(
         ranks, sizes=sizes, options=parallel, precision=precision, zero_stage=stage, attention_dropout=attention_dropout
     )
     parallel = replace(parallel, cuda_graph=settle_graphs(sources, facts=facts))
-    _check_dropout(sources, attention_dropout=attention_dropout, tp=layout.tp)
+    sources.faults += dropout_faults(attention_dropout, tp=layout.tp)
     if arguments.place_experts and layout.ep == 1:
         sources.faults.append(f"--place_experts needs whole experts that can move: ep > 1, not ep={layout.ep}")
     if stage == 3 and parallel.wire.resident_experts:
@@ -111,7 +116,7 @@ def resolve_config(
         )
     optimizer = settle_optimizer(sources)
     schedule = settle_schedule_options(sources, learning_rate=optimizer.learning_rate)
-    engine = _engine_config(sources, batch=batch, precision=precision, stage=stage, sizes=sizes)
+    engine = _engine_config(sources, batch=batch, precision=precision, stage=stage, sizes=sizes, tp=layout.tp)
     engine["gradient_clipping"] = optimizer.max_grad_norm
     sources.faults += [
         f'"{path}" is "auto", which only Hugging Face\'s Trainer could fill in; give a value or leave it out'
@@ -149,17 +154,20 @@ def _check_keys(sources: Sources) -> None:
         else:
             sources.faults.append(fault if ours else f"{fault}; --allow_unknown_ds_keys passes it on")
     sources.faults += refused_keys(sources.ds_config)
+    sources.faults += size_faults(sources.ds_config)
 
 
-def _check_dropout(sources: Sources, *, attention_dropout: float, tp: int) -> None:
+def dropout_faults(attention_dropout: float, *, tp: int) -> Iterator[str]:
     if attention_dropout > 0 and tp > 1:
-        sources.faults.append(
+        yield (
             f"attention_dropout={attention_dropout} cannot be used with tp={tp}: the ranks of a group would drop "
             "different values; set it to 0 in the model's configuration, or use tp=1"
         )
 
 
-def _engine_config(sources: Sources, *, batch: Batch, precision: str, stage: int, sizes: ModelSizes) -> dict[str, Any]:
+def _engine_config(
+    sources: Sources, *, batch: Batch, precision: str, stage: int, sizes: ModelSizes, tp: int
+) -> dict[str, Any]:
     """A copy of the user's JSON without our blocks and those merged into our options, and with all sizes filled in."""
     left_out = (*OUR_BLOCKS, *MERGED_KEYS, *REFUSED_BLOCKS)
     engine = {key: copy.deepcopy(value) for key, value in sources.ds_config.items() if key not in left_out}
@@ -171,9 +179,9 @@ def _engine_config(sources: Sources, *, batch: Batch, precision: str, stage: int
     engine["zero_allow_untested_optimizer"] = True
     engine["zero_force_ds_cpu_optimizer"] = False
     engine.setdefault("steps_per_print", NEVER_PRINT_STEPS)
-    engine["zero_optimization"] = _zero_block(
-        sources, block=engine.get("zero_optimization", {}), stage=stage, sizes=sizes
-    )
+    zero = zero_block(engine.get("zero_optimization", {}), stage=stage, sizes=sizes, tp=tp, precision=precision)
+    engine["zero_optimization"] = zero.block
+    sources.notes += zero.notes
     if precision == "bf16":
         engine["data_types"] = {**engine.get("data_types", {}), "grad_accum_dtype": "fp32"}
         engine["communication_data_type"] = "fp32"
@@ -181,19 +189,39 @@ def _engine_config(sources: Sources, *, batch: Batch, precision: str, stage: int
     return engine
 
 
-def _zero_block(sources: Sources, *, block: Mapping[str, Any], stage: int, sizes: ModelSizes) -> dict[str, Any]:
-    """The block with its stage, and the three "auto" sizes that the Hugging Face convention derives from the width."""
+class ZeroBlock(NamedTuple):
+    block: dict[str, Any]
+    notes: list[str]
+
+
+def zero_block(block: Mapping[str, Any], *, stage: int, sizes: ModelSizes, tp: int, precision: str) -> ZeroBlock:
+    """The block with its stage, and the three "auto" sizes that the Hugging Face convention derives from the width.
+
+    Where nothing is said about the reduce bucket, it is no larger than a rank's share of a group's weights.
+    """
     width = sizes.hidden_size
     derived = {
-        "reduce_bucket_size": width * width,
+        BUCKET_KEY: width * width,
         "stage3_prefetch_bucket_size": width * width * 9 // 10,
         "stage3_param_persistence_threshold": 10 * width,
     }
-    zero = {**block, "stage": stage}
+    zero, notes = {**block, "stage": stage}, []
     for key, value in derived.items():
         if look_up(block, key) == "auto":
             zero[key] = value
-            sources.notes.append(f'"zero_optimization.{key}": "auto" became {value} (from hidden_size {width})')
+            notes.append(f'"zero_optimization.{key}": "auto" became {value} (from hidden_size {width})')
+    held = -(-count_parameters(sizes).total // max(1, tp))
+    if BUCKET_KEY not in zero and reserves_bucket(stage, precision=precision) and held < USUAL_BUCKET:
+        zero[BUCKET_KEY] = held
+        notes.append(
+            f'"zero_optimization.{BUCKET_KEY}" became {held}: a rank of a group of {tp} has about as many weights, and '
+            f"ZeRO reserves room for a whole bucket, {USUAL_BUCKET} by default"
+        )
     if stage == 3:
         zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
-    return zero
+    return ZeroBlock(zero, notes)
+
+
+def reserves_bucket(stage: int, *, precision: str) -> bool:
+    """Whether DeepSpeed makes a buffer of the bucket's size; stage 1 in bf16 is another optimizer, which has none."""
+    return stage >= 2 or (stage == 1 and precision == "fp32")

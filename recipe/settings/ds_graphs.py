@@ -48,6 +48,11 @@ def settle_graphs(sources: Sources, *, facts: GraphFacts) -> bool:
     return wish is True and not reasons
 
 
+def can_be_graphed(facts: GraphFacts, *, attention: str) -> bool:
+    """What "auto" becomes; `attention` is the implementation's name."""
+    return not any(_eager_reasons(facts, attention=attention))
+
+
 def _eager_reasons(facts: GraphFacts, *, attention: str) -> Iterator[str]:
     """Everything that keeps the blocks from being graphs; on a CPU just that."""
     if facts.ranks.device != "cuda":

@@ -179,6 +179,13 @@ NESTED_KEYS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+# Numbers of parameters, or of bytes.
+ZERO_SIZES = (
+    *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
+    "stage3_model_persistence_threshold",
+)
+
 _OFFLOAD = "the optimizer is torch's on the device of the weights; offloading is not available in this version"
 _QUANTIZED = "quantised or two-level collectives are not tested with sharded experts"
 
@@ -205,6 +212,9 @@ FIXED_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("zero_optimization.offload_optimizer.device", ("none",), _OFFLOAD),
     ("zero_optimization.offload_param.device", ("none",), _OFFLOAD),
     ("zero_optimization.zenflow", (), _OFFLOAD),
+    ("zero_optimization.legacy_stage1", (False,), "DeepSpeed has it no more"),
+    ("zero_optimization.compute_grad_norm", (True,), "every step's gradient norm is logged"),
+    ("zero_optimization.stage3_module_granularity_threshold", (0,), "blocks are fetched as one already"),
     ("zero_optimization.zero_hpz_partition_size", (1,), _QUANTIZED),
     ("zero_optimization.zero_quantized_gradients", (False,), _QUANTIZED),
     ("zero_optimization.zero_quantized_weights", (False,), _QUANTIZED),
@@ -249,6 +259,17 @@ def refused_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
         if value is not None and value not in allowed:
             instead = f"must be {allowed[0]!r}" if allowed else "must be left out"
             yield f'"{path}": {value!r} cannot be used: it {instead}, since {reason}'
+
+
+def size_faults(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes of ZeRO that are no whole numbers; those that are written as text among them."""
+    block = look_up(ds_config, "zero_optimization")
+    for key in ZERO_SIZES if isinstance(block, Mapping) else ():
+        value = block.get(key)
+        if value is None or value == "auto":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+            yield f'"zero_optimization.{key}": {value!r} must be a whole number, as 500000000 or 5e8 without quotes'
 
 
 def shape_faults(ds_config: Mapping[str, Any]) -> Iterator[str]:

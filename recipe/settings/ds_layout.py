@@ -265,11 +265,16 @@ def grouped_product_waits(ranks: WorldInfo, *, precision: str) -> bool:
     return precision != "bf16" or capability is None or capability[0] not in SYNC_FREE_CAPABILITIES
 
 
+def default_experts_backend(ranks: WorldInfo, *, precision: str) -> str:
+    """What "auto" takes: on a GPU what leaves the host alone."""
+    on_gpu = "triton" if grouped_product_waits(ranks, precision=precision) else "grouped"
+    return on_gpu if ranks.device == "cuda" else "loop"
+
+
 def _experts_backend(sources: Sources, *, block: Mapping[str, Any], ranks: WorldInfo, precision: str) -> str:
     backend = block.get("experts_backend", "auto")
     if backend == "auto":
-        on_gpu = "triton" if grouped_product_waits(ranks, precision=precision) else "grouped"
-        return on_gpu if ranks.device == "cuda" else "loop"
+        return default_experts_backend(ranks, precision=precision)
     if backend not in EXPERTS_BACKENDS:
         sources.faults.append(
             f'"parallel.experts_backend": {backend!r} is not one of auto, {", ".join(EXPERTS_BACKENDS)}'

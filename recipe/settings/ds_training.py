@@ -1,6 +1,6 @@
 """Settles precision, ZeRO stage, optimizer and schedule from the flags and the DeepSpeed JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +55,14 @@ def settle_zero_stage(sources: Sources, *, precision: str, accumulation: int, dp
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         sources.faults.append(f'"zero_optimization.stage": {stage!r} is not one of 0, 1, 2, 3')
         return 2
-    if stage == 0 and precision == "bf16":
-        sources.faults.append(
-            "bf16 cannot be used with ZeRO stage 0, which clips by a wrong gradient norm there; use stage 1, 2 or 3"
-        )
+    sources.faults += zero_stage_faults(stage, precision=precision)
     return int(stage)
+
+
+def zero_stage_faults(stage: int, *, precision: str) -> Iterator[str]:
+    """What a stage cannot be used with."""
+    if stage == 0 and precision == "bf16":
+        yield "bf16 cannot be used with ZeRO stage 0, which clips by a wrong gradient norm there; use stage 1, 2 or 3"
 
 
 def settle_optimizer(sources: Sources) -> OptimizerOptions:

@@ -129,7 +129,9 @@ class Arguments:
     eos_token: str | None = _data("end-of-document token, where the tokenizer names none")
     max_train_documents: int | None = _data("use only the first documents", at_least=1)
     max_train_samples: int | None = _data("use only the first packed blocks for training", at_least=1)
-    max_eval_samples: int | None = _data("use only the first packed blocks for evaluation", at_least=1)
+    max_eval_samples: int | None = _data(
+        "use only the first packed blocks for evaluation; 0: no evaluation", at_least=0
+    )
     skip_invalid_text: bool = _data("count and leave out lines that are not UTF-8 instead of stopping", default=False)
     preprocessing_num_workers: int | None = _data("texts tokenised at once; one per CPU if absent", at_least=1)
     dataloader_num_workers: int = _data("threads that prepare batches ahead; 0: none", default=0, at_least=0)
@@ -183,9 +185,18 @@ class Arguments:
     check_replicas_steps: int = _log(
         "steps between checks that replicated weights agree; 0: never", default=0, at_least=0
     )
+    profile_steps: int = _log(
+        "steps to record with the PyTorch profiler on every rank, for `gather-moe profile`; 0: none",
+        default=0,
+        at_least=0,
+    )
+    profile_from_step: int | None = _log("the first of them; the third that the run takes if absent", at_least=1)
 
     output_dir: str | None = _save("folder of the run: logs, checkpoints, results")
     overwrite_output_dir: bool = _save("start anew in a folder that holds a run", default=False)
+    save_strategy: str = _save(
+        "steps: as --save_steps says; no: never, not at the end either", default="steps", choices=("steps", "no")
+    )
     save_steps: int = _save("optimizer steps between checkpoints; 0: at the end only", default=500, at_least=0)
     save_total_limit: int | None = _save("checkpoints kept; all if absent", at_least=1)
     async_save: bool = _save("copy a checkpoint to host memory and write it while training goes on", default=False)

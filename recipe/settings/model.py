@@ -26,6 +26,7 @@ DEFAULTS: Mapping[str, Any] = {
     "routed_scaling_factor": 1.0,
 }
 ROPE_THETA = 10000.0
+CONFIG_FLAG = "--config_name"
 
 # What the weights of a model that is trained on are made of, so that no override can change it.
 FIXED_BY_WEIGHTS = (
@@ -51,13 +52,15 @@ class _Base(NamedTuple):
     file: ModelFile | None
 
 
-def read_model(arguments: Arguments) -> ModelSettings:
+def read_model(arguments: Arguments, *, flag: str = CONFIG_FLAG) -> ModelSettings:
     """The model that --config_name or --model_name_or_path names, with --config_overrides applied.
+
+    flag  what messages call the first of them, where a command has another name for it
 
     ValueError lists every setting that is unknown, missing, not available or not of its type; a HubError where the hub
     was asked in vain.
     """
-    name = f"--config_name {arguments.config_name}"
+    name = f"{flag} {arguments.config_name}"
     if arguments.model_name_or_path is not None:
         name = f"--model_name_or_path {arguments.model_name_or_path}"
     overrides = arguments.config_overrides
@@ -66,7 +69,7 @@ def read_model(arguments: Arguments) -> ModelSettings:
     notes: tuple[str, ...] = ()
     kind = ValueError
     try:
-        base = _read_base(arguments)
+        base = _read_base(arguments, flag=flag)
     except ValueError as error:  # nothing is known about the model, so only the names of overrides can be checked
         faults.insert(0, str(error))
         kind = HubError if isinstance(error, HubError) else ValueError
@@ -84,6 +87,11 @@ def read_model(arguments: Arguments) -> ModelSettings:
         lines = "\n".join(f"  - {fault}" for fault in faults)
         raise kind(f"the model ({name}) cannot be used:\n{lines}")
     return ModelSettings({k: float(v) if k in FLOATS else v for k, v in kwargs.items()}, notes)
+
+
+def run_options(arguments: Arguments) -> dict[str, Any]:
+    """The losses and what else of the model's configuration belongs to the run: more keyword arguments of it."""
+    return {key: getattr(arguments, key) for key in LOSS_SETTINGS}
 
 
 def sizes_of(kwargs: Mapping[str, Any]) -> ModelSizes:
@@ -116,7 +124,7 @@ def _dense_layers(kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in range(kwargs["num_hidden_layers"]) if without or i in named or (i + 1) % step)
 
 
-def _read_base(arguments: Arguments) -> _Base:
+def _read_base(arguments: Arguments, *, flag: str) -> _Base:
     """ValueError where the name leads nowhere, or to something that is no model's configuration."""
     if arguments.model_name_or_path is not None:
         path = _config_with_weights(arguments.model_name_or_path, arguments=arguments)
@@ -131,8 +139,7 @@ def _read_base(arguments: Arguments) -> _Base:
     path = Path(name)
     if not path.exists():
         nowhere = (
-            f"--config_name {name} is neither a preset ({', '.join(PRESETS)}) nor a file or folder (looked from "
-            f"{Path.cwd()})"
+            f"{flag} {name} is neither a preset ({', '.join(PRESETS)}) nor a file or folder (looked from {Path.cwd()})"
         )
         path = _config_on_hub(name, arguments=arguments, nowhere=nowhere)
     file = read_model_file(path, longest=arguments.config_overrides.get("max_position_embeddings"))
@@ -144,7 +151,7 @@ def _config_with_weights(name: str, *, arguments: Arguments) -> Path:
     if (path / CONFIG_NAME).is_file():
         return path
     if name in PRESETS:
-        raise ValueError(f"{name} is a preset, which has no weights to start from; name it by --config_name {name}")
+        raise ValueError(f"{name} is a preset, which has no weights to start from; name it by {CONFIG_FLAG} {name}")
     if path.exists():
         raise ValueError(
             f"--model_name_or_path must be a folder that holds {CONFIG_NAME} and weights, and {name} is none"

@@ -1,0 +1,73 @@
+"""`gather-moe dry-run`: one step of a run on fake tensors, as one of any number of ranks that are not there."""
+
+import argparse
+import json
+import sys
+from functools import partial
+
+from recipe.command import Command
+
+USUAL = {"cuda": "h100", "cpu": "cpu"}  # hardware by what a run computes on
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    from recipe.plan.flags import add_job_flags, add_model_flags, add_world_flags
+
+    add_model_flags(parser)
+    add_world_flags(parser)
+    add_job_flags(parser)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="what the run would compute on; cuda if absent")
+    parser.add_argument(
+        "--gpu", metavar="NAME|FILE", help="by which the trainer chooses how experts are multiplied; h100 if absent"
+    )
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="the rank that is run; 0")
+    parser.add_argument(
+        "--all_layers", action="store_true", help="run every layer, where else one and two tell about all"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="print the plan's numbers beside those counted; exit code 1 where bytes differ",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Exit code 1 where the bytes of a plan that was asked for differ."""
+    from recipe.dry_run.quiet import quiet_libraries
+    from recipe.plan.flags import read_job
+    from recipe.plan.hardware import find_hardware
+
+    hardware = find_hardware(arguments.gpu or USUAL[arguments.device or "cuda"], device=arguments.device)
+    job, settings = read_job(arguments, device=hardware.device, compute_capability=hardware.compute_capability)
+    with quiet_libraries():
+        from recipe.dry_run.dry_run import compare, dry_run
+        from recipe.dry_run.planned_memory import compare_memory
+
+        found = dry_run(
+            job,
+            engine_config=settings.engine,
+            rank=arguments.rank,
+            all_layers=arguments.all_layers,
+            say=partial(print, file=sys.stderr, flush=True),
+        )
+        compared = compare(found, job, rank=arguments.rank) if arguments.compare else None
+        memory = compare_memory(found, job) if arguments.compare else ()
+    from recipe.dry_run.report import as_json, describe
+
+    if arguments.json:
+        print(json.dumps(as_json(found, job, rank=arguments.rank, compared=compared, memory=memory), indent=1))
+    else:
+        for line in describe(found, job, rank=arguments.rank, compared=compared, memory=memory):
+            print(line)
+    return 1 if compared is not None and not all(row.is_equal for row in compared) else 0
+
+
+COMMANDS = (
+    Command(
+        name="dry-run",
+        help="count what a rank of any number would send in a step, without any of them",
+        add_arguments=_add_arguments,
+        run=_run,
+    ),
+)

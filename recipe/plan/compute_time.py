@@ -1,0 +1,276 @@
+"""Seconds that a rank computes for one micro-batch, part by part in the order of the code, transfers left out.
+
+Letters as in modeling/: T tokens of the group, t of this rank, D hidden, h and g heads here, K head size, R rows of
+experts, f their width here, e experts here.
+"""
+
+from typing import NamedTuple
+
+from modeling.cost import MATRICES
+from recipe.plan.job import Job
+from recipe.plan.model_traffic import head_rows, num_chunks
+from recipe.plan.rates import Rates
+
+
+class Times(NamedTuple):
+    """Of one layer, or of what is around the layers. `chunked` is what the chunks of a transfer run beside.
+
+    before   up to the first product on gathered tokens
+    chunked  products on gathered tokens, over all chunks
+    between  what follows with nothing under way
+    sums     products whose sums are scattered, over all chunks
+    weights  gradients of weights, which run while the last sums travel
+    after    the rest
+    """
+
+    before: float = 0.0
+    chunked: float = 0.0
+    between: float = 0.0
+    sums: float = 0.0
+    weights: float = 0.0
+    after: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class Both(NamedTuple):
+    """Of a part, forward and backward."""
+
+    forward: Times
+    backward: Times
+
+    @staticmethod
+    def none() -> "Both":
+        return Both(Times(), Times())
+
+    def total(self, *, recompute: bool) -> float:
+        """Of a step's micro-batch, the forward once more where it is recomputed."""
+        return (2 if recompute else 1) * self.forward.total + self.backward.total
+
+
+def attention_times(job: Job, rates: Rates) -> Both:
+    """A layer's attention with the norm before it and the sum after it."""
+    sizes, tp, chunks = job.sizes, job.layout.tp, num_chunks(job)
+    tokens, rank_tokens, width, head = job.num_tokens, job.tokens_per_rank, sizes.hidden_size, sizes.head_dim
+    heads, kv_heads = sizes.num_attention_heads / tp, max(sizes.num_key_value_heads / tp, 1)
+    query, key_value = heads * head, kv_heads * head
+    rows, here, shared = tokens / chunks, rank_tokens * width, tp > 1
+    length = job.attention_length or job.block_size
+
+    def product(kind: str, inner: float, out: float) -> float:
+        return rates.product_s(kind, rows=rows, width=inner, out=out, count=chunks)
+
+    def core(backward: bool) -> float:
+        return rates.attention_s(tokens=tokens, num_heads=heads, head_dim=head, length=length, backward=backward)
+
+    turned = tokens * (query + key_value)
+    normed = turned if sizes.qk_norm != "none" else 0.0
+    projected = tokens * (query + 2 * key_value)
+    # Each projection made contiguous, and attention's output; gathered in chunks they are put in order, too.
+    copies = rates.pass_s("copy", projected) + rates.pass_s("copy", tokens * query)
+    in_order = rates.pass_s("copy", projected) + rates.pass_s("copy", tokens * query) if chunks > 1 else 0.0
+    repeats = rates.pass_s("copy", 2 * tokens * query) if heads > kv_heads else 0.0
+    forward = Times(
+        before=rates.pass_s("norm", here),
+        chunked=product("forward", width, query + 2 * key_value),
+        between=copies
+        + in_order
+        + repeats
+        + rates.pass_s("rotate", turned)
+        + (rates.pass_s("norm", normed) if normed else 0.0)
+        + core(False),
+        sums=product("forward", query, width),
+        after=rates.pass_s("add", here),
+    )
+    backward = Times(
+        chunked=product("input_gradient", width, query),
+        between=rates.product_s("weight_gradient", rows=tokens, width=query, out=width)
+        + (2 if shared else 1) * copies
+        + in_order
+        + repeats
+        + rates.pass_s("rotate", turned)
+        + (rates.pass_s("norm_backward", normed) if normed else 0.0)
+        + core(True),
+        sums=product("input_gradient", query + 2 * key_value, width),
+        weights=rates.product_s("weight_gradient", rows=tokens, width=query + 2 * key_value, out=width),
+        after=rates.pass_s("norm_backward", here) + rates.pass_s("add", here),
+    )
+    return Both(forward, backward)
+
+
+class Rows(NamedTuple):
+    """What the experts of a rank work on.
+
+    per_expert   rows of one expert in one chunk
+    buffer       rows of one chunk as the elementwise work sees them, all experts together
+    num_experts  here
+    width        of an expert here
+    chunks       of tokens
+    tokens       whose sums they add to
+    """
+
+    per_expert: float
+    buffer: float
+    num_experts: float
+    width: float
+    chunks: int
+    tokens: float
+
+
+def expert_rows(job: Job) -> Rows:
+    """Of the slowest rank, by strategy."""
+    sizes, layout, active = job.sizes, job.layout, job.sizes.num_experts_per_tok
+    strategy = job.moe_strategy if layout.tp > 1 else "gather_tokens"
+    experts, width = sizes.num_experts / layout.ep, sizes.moe_intermediate_size / layout.etp
+    chunks, tokens = 1, float(job.num_tokens)
+    rows: float
+    buffer: float
+    if strategy == "gather_weights":
+        experts, width, tokens = sizes.num_experts, sizes.moe_intermediate_size, job.tokens_per_rank
+        rows = buffer = active * tokens
+    elif strategy == "all_to_all":
+        rows = buffer = job.rho * active * tokens / layout.tp
+        tokens = rows
+    else:
+        chunks = num_chunks(job)
+        rows = (job.rho if layout.ep > 1 else 1.0) * active * tokens / layout.ep
+        buffer = tokens * min(active, experts) if job.static_rows else rows
+    return Rows(rows / experts / chunks, buffer / chunks, experts, width, chunks, tokens)
+
+
+def expert_times(job: Job, rates: Rates) -> Both:
+    """A layer's experts with the norm before them and the sum after them, the router left out."""
+    rows, width, layout = expert_rows(job), job.sizes.hidden_size, job.layout
+    here = job.tokens_per_rank * width
+    # One after another each expert's rows are worked on alone; grouped, a chunk's rows at once.
+    each, count = (rows.buffer, rows.chunks) if job.static_rows else (rows.per_expert, rows.num_experts * rows.chunks)
+    all_experts = rows.num_experts * rows.chunks
+
+    def product(inner: float, out: float) -> float:
+        return rates.product_s("expert", rows=rows.per_expert, width=inner, out=out, count=all_experts)
+
+    def per_row(name: str, elements: float, *, times: int = 1) -> float:
+        return times * rates.pass_s(name, each * elements, count=count)
+
+    moved = _moved(job, rates)
+    sums = rates.pass_s("copy", rows.tokens * width)
+    add_rows = "sum_rows" if job.static_rows else "add_rows"
+    gate_up, down = product(width, 2 * rows.width), product(rows.width, width)
+    first = per_row("rows", width) + gate_up
+    again = first if job.static_rows and layout.tp > 1 and layout.ep > 1 else 0.0
+    clears = per_row("copy", 2 * width + 3 * rows.width) if job.static_rows else 0.0
+    forward = Times(
+        before=rates.pass_s("norm", here),
+        sums=first + per_row("activation", rows.width) + down + per_row(add_rows, width) + sums + moved.forward,
+        after=rates.pass_s("add", here),
+    )
+    per_weight = rows.per_expert * rows.chunks
+    weights = rates.product_s("weight_gradient", rows=per_weight, width=width, out=rows.width, count=rows.num_experts)
+    weights += rates.product_s(
+        "weight_gradient", rows=per_weight, width=2 * rows.width, out=width, count=rows.num_experts
+    )
+    backward = Times(
+        sums=again
+        + clears
+        + per_row("rows", width)
+        + product(width, rows.width)
+        + per_row("activation_backward", rows.width)
+        + product(2 * rows.width, width)
+        + per_row(add_rows, width)
+        + sums
+        + moved.backward,
+        weights=weights + per_row("rows", width, times=2) + per_row("add", width),
+        # The gradients of the experts' and the router's inputs and of the residual meet.
+        after=rates.pass_s("norm_backward", here) + rates.pass_s("add", here, count=2),
+    )
+    return Both(forward, backward)
+
+
+class Moved(NamedTuple):
+    """Seconds of what a strategy puts together and takes apart around the experts of a layer."""
+
+    forward: float
+    backward: float
+
+
+def _moved(job: Job, rates: Rates) -> Moved:
+    """Nothing for gathered tokens, which the experts read where they are."""
+    sizes, strategy = job.sizes, job.moe_strategy if job.layout.tp > 1 else "gather_tokens"
+    if strategy == "gather_weights":
+        # Slices joined for either pass, and their gradients put in the order in which they go home.
+        joined_s = rates.pass_s("copy", MATRICES * sizes.num_experts * sizes.moe_intermediate_size * sizes.hidden_size)
+        return Moved(joined_s, 2 * joined_s)
+    if strategy == "all_to_all":
+        # Rows of this rank's tokens looked up, and what comes back weighted and added to them; backward the same, and
+        # the products that weights and outputs get their gradients from.
+        sent = job.tokens_per_rank * sizes.num_experts_per_tok * sizes.hidden_size
+        once_s = rates.pass_s("rows", sent) + rates.pass_s("add_rows", sent)
+        return Moved(once_s, once_s + rates.pass_s("add", sent, count=2))
+    return Moved(0.0, 0.0)
+
+
+def router_times(job: Job, exact: Rates) -> Both:
+    """Of one layer: a product and what follows it in float32, whatever the precision is."""
+    sizes, tokens = job.sizes, job.tokens_per_rank
+    shape = {"rows": tokens, "width": sizes.hidden_size, "out": sizes.num_experts}
+    half = exact.pass_s("routing", tokens * sizes.num_experts) / 2
+    forward = Times(before=exact.product_s("forward", **shape) + half)
+    backward = Times(
+        after=exact.product_s("input_gradient", **shape) + exact.product_s("weight_gradient", **shape) + half
+    )
+    return Both(forward, backward)
+
+
+def dense_times(job: Job, rates: Rates) -> Both:
+    """A dense feed-forward layer with the norm before it and the sum after it."""
+    sizes, chunks, tokens = job.sizes, num_chunks(job), job.num_tokens
+    hidden, width, here = sizes.hidden_size, sizes.intermediate_size / job.layout.tp, job.tokens_per_rank
+    rows = tokens / chunks
+
+    def product(kind: str, inner: float, out: float) -> float:
+        return rates.product_s(kind, rows=rows, width=inner, out=out, count=chunks)
+
+    forward = Times(
+        before=rates.pass_s("norm", here * hidden),
+        chunked=product("forward", hidden, 2 * width),
+        between=rates.pass_s("activation", tokens * width),
+        sums=product("forward", width, hidden),
+        after=rates.pass_s("add", here * hidden),
+    )
+    backward = Times(
+        chunked=product("input_gradient", hidden, width),
+        between=rates.product_s("weight_gradient", rows=tokens, width=width, out=hidden)
+        + rates.pass_s("activation_backward", tokens * width),
+        sums=product("input_gradient", 2 * width, hidden),
+        weights=rates.product_s("weight_gradient", rows=tokens, width=2 * width, out=hidden),
+        after=rates.pass_s("norm_backward", here * hidden) + rates.pass_s("add", here * hidden),
+    )
+    return Both(forward, backward)
+
+
+def head_times(job: Job, rates: Rates) -> Both:
+    """The head and its loss, whose gradients are made in the forward, chunk of logits by chunk of logits."""
+    sizes, tokens, width = job.sizes, job.num_tokens, job.sizes.hidden_size
+    vocabulary = -(-sizes.vocab_size // job.layout.tp)
+    step = min(tokens / num_chunks(job), head_rows(job))
+    shape = {"rows": step, "width": width, "out": vocabulary, "count": tokens / step}
+    products = sum(rates.product_s(kind, **shape) for kind in ("forward", "input_gradient", "weight_gradient"))
+    forward = Times(sums=products + rates.pass_s("loss", step * vocabulary, count=tokens / step))
+    backward = Times(
+        before=rates.pass_s("copy", vocabulary * width) + rates.pass_s("copy", job.tokens_per_rank * width)
+    )
+    return Both(forward, backward)
+
+
+def other_times(job: Job, rates: Rates) -> Both:
+    """The embedding and the last norm."""
+    width, tokens, here = job.sizes.hidden_size, job.num_tokens, job.tokens_per_rank
+    rows = -(-job.sizes.vocab_size // job.layout.tp)
+    forward = Times(before=rates.pass_s("rows", tokens * width, count=2), after=rates.pass_s("norm", here * width))
+    backward = Times(
+        before=rates.pass_s("norm_backward", here * width),
+        after=rates.pass_s("add_rows", tokens * width) + rates.pass_s("copy", rows * width),
+    )
+    return Both(forward, backward)

@@ -1,0 +1,114 @@
+"""How many of a model's numbers a rank of the group holds, by part, counted through the shard table."""
+
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from modeling.layout import ModelSizes, ParallelLayout
+from modeling.shard_table import ShardTable
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class RankParameters(NamedTuple):
+    """Numbers held by each rank of a group, padding included: those of one layer, and those around the layers.
+
+    matrices   attention, router, experts (of a layer with them), dense (the three matrices of one without), embedding,
+               head (0 where it is tied to the embedding)
+    vectors    norms (of a layer, those of q and k included), final_norm
+    largest    of all single parameters
+    """
+
+    attention: int
+    router: int
+    experts: int
+    dense: int
+    embedding: int
+    head: int
+    norms: int
+    final_norm: int
+    largest: int
+
+    def layer(self, *, is_dense: bool) -> int:
+        """All of one layer."""
+        return self.attention + self.norms + (self.dense if is_dense else self.router + self.experts)
+
+    def matrices(self, sizes: ModelSizes) -> int:
+        """All that weight decay applies to: DeepSpeed keeps it in a flat buffer of its own."""
+        moe, dense = sizes.num_moe_layers, len(sizes.dense_layers)
+        layers = (moe + dense) * self.attention + moe * (self.router + self.experts) + dense * self.dense
+        return layers + self.embedding + self.head
+
+    def vectors(self, sizes: ModelSizes) -> int:
+        return sizes.num_hidden_layers * self.norms + self.final_norm
+
+    def total(self, sizes: ModelSizes) -> int:
+        return self.matrices(sizes) + self.vectors(sizes)
+
+
+def layer_shapes(sizes: ModelSizes, *, is_dense: bool) -> Shapes:
+    """Whole shapes of a layer's parameters by their names in it."""
+    hidden, head = sizes.hidden_size, sizes.head_dim
+    query, key_value = sizes.num_attention_heads * head, sizes.num_key_value_heads * head
+    shapes: Shapes = {
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (key_value, hidden),
+        "self_attn.v_proj.weight": (key_value, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    if sizes.qk_norm != "none":
+        widths = (query, key_value) if sizes.qk_norm == "full" else (head, head)
+        shapes |= {f"self_attn.{kind}_norm.weight": (width,) for kind, width in zip("qk", widths, strict=True)}
+    if is_dense:
+        width = sizes.intermediate_size
+        return shapes | {
+            "mlp.gate_proj.weight": (width, hidden),
+            "mlp.up_proj.weight": (width, hidden),
+            "mlp.down_proj.weight": (hidden, width),
+        }
+    width = sizes.moe_intermediate_size
+    return shapes | {
+        "mlp.gate.weight": (sizes.num_experts, hidden),
+        "mlp.experts.gate_up_proj": (sizes.num_experts, 2 * width, hidden),
+        "mlp.experts.down_proj": (sizes.num_experts, hidden, width),
+    }
+
+
+def outer_shapes(sizes: ModelSizes) -> Shapes:
+    """Whole shapes of the parameters around the layers by their names in the model."""
+    table = (sizes.vocab_size, sizes.hidden_size)
+    head = {} if sizes.tie_word_embeddings else {"lm_head.weight": table}
+    return {"model.embed_tokens.weight": table, "model.norm.weight": (sizes.hidden_size,), **head}
+
+
+@lru_cache(maxsize=256)
+def rank_parameters(sizes: ModelSizes, layout: ParallelLayout) -> RankParameters:
+    """Counted once for every model and layout; the first rank of a group holds no less than any other."""
+    table = ShardTable(layout, sizes.num_key_value_heads, sizes.qk_norm)
+
+    def held(shapes: Shapes, prefix: str = "") -> dict[str, int]:
+        return {name: prod(table.shard(prefix + name, s, group_rank=0).shape) for name, s in shapes.items()}
+
+    moe, dense = (
+        held(layer_shapes(sizes, is_dense=is_dense), "model.layers.0.") if number else {}
+        for is_dense, number in ((False, sizes.num_moe_layers), (True, len(sizes.dense_layers)))
+    )
+    layer = moe | dense
+    outer = held(outer_shapes(sizes))
+
+    def parts(*names: str) -> int:
+        return sum(number for name, number in layer.items() if any(part in name for part in names))
+
+    return RankParameters(
+        attention=parts("q_proj", "k_proj", "v_proj", "o_proj"),
+        router=parts("mlp.gate.weight"),
+        experts=parts("mlp.experts."),
+        dense=parts("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        embedding=outer["model.embed_tokens.weight"],
+        head=outer.get("lm_head.weight", 0),
+        norms=parts("norm"),
+        final_norm=outer["model.norm.weight"],
+        largest=max((layer | outer).values()),
+    )

@@ -1,0 +1,145 @@
+"""Seconds of products, attention and memory-bound work of one rank, by their shapes."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
+from math import exp, log
+
+from recipe.plan.hardware_values import AttentionRate, Hardware, Measured, ProductRate
+from recipe.plan.job import ELEMENT_BYTES
+from recipe.plan.passes import PASSES
+
+Points = list[tuple[float, float]]  # (log size, log value), sizes rising
+# A causal backward multiplies five times where its forward does twice (FlashAttention, 2205.14135, appendix B).
+ATTENTION_BACKWARD_FLOPS = 2.5
+
+
+class Rates:
+    """One rank's speed in one precision: as measured where a probe did, else a roofline under stated efficiencies.
+
+    All sizes are of the rank's own work; `fused` prices passes as one kernel each, which ours are not.
+    Raises ValueError for a precision that a hardware file does not hold.
+    """
+
+    def __init__(self, hardware: Hardware, *, precision: str, fused: bool = False) -> None:
+        if hardware.measured and precision not in hardware.measured:
+            raise ValueError(
+                f"hardware {hardware.name} was measured in {', '.join(sorted(hardware.measured))}, not in {precision}; "
+                f"measure again with `gather-moe probe --precision {precision}`"
+            )
+        self._hardware, self._precision = hardware, precision
+        self._bytes, self._fused = ELEMENT_BYTES[precision], fused
+        self._measured = _Tables(hardware.measured[precision]) if hardware.measured else None
+        self._seconds: dict[tuple[str, float, float, float], float] = {}
+
+    def product_s(self, kind: str, *, rows: float, width: float, out: float, count: float = 1) -> float:
+        """`count` products of [rows, width] with [width, out]; kinds as in `Measured.products`."""
+        key = (kind, rows, width, out)
+        found = self._seconds.get(key)
+        if found is None:
+            found = self._seconds[key] = self._product_s(*key)
+        return found * count
+
+    def pass_s(self, name: str, elements: float, *, count: float = 1) -> float:
+        """`count` times a pass of passes.py over this many elements."""
+        if self._measured is not None:
+            return count * _seconds_at(self._measured.passes[name], elements)
+        hardware = self._hardware
+        moved_bytes = PASSES[name].bytes_per_element(self._bytes, fused=self._fused) * elements
+        return count * moved_bytes / (hardware.memory_bytes_per_s * hardware.efficiencies.memory)
+
+    def attention_s(self, *, tokens: float, num_heads: float, head_dim: int, length: float, backward: bool) -> float:
+        """Causal attention of this many tokens in sequences of `length`."""
+        flops = 2 * tokens * length * num_heads * head_dim
+        if self._measured is not None:
+            forward, back = self._measured.attention_rates(length, head_dim)
+            return flops * ATTENTION_BACKWARD_FLOPS / back if backward else flops / forward
+        reached = self._hardware.efficiencies
+        share = reached.attention_backward if backward else reached.attention_forward
+        peak = self._hardware.peak_flops_per_s[self._precision]
+        flops *= ATTENTION_BACKWARD_FLOPS if backward else 1
+        return flops / (peak * share) * (1 + reached.half_length / length)
+
+    def _product_s(self, kind: str, rows: float, width: float, out: float) -> float:
+        flops = 2 * rows * width * out
+        if not flops:
+            return 0.0
+        mean = 2 * width * out / (width + out)
+        if self._measured is not None:
+            return flops / self._measured.product_rate(kind, rows, mean)
+        hardware, reached = self._hardware, self._hardware.efficiencies
+        share = reached.product / (1 + reached.half_rows / rows) / (1 + reached.half_width / mean)
+        moved_bytes = self._bytes * (rows * width + width * out + rows * out)
+        return max(
+            flops / (hardware.peak_flops_per_s[self._precision] * share),
+            moved_bytes / (hardware.memory_bytes_per_s * reached.memory),
+        )
+
+
+class _Tables:
+    """A probe's measurements, ready to be looked up between the measured sizes."""
+
+    def __init__(self, measured: Measured) -> None:
+        self.passes = {name: _logs(curve) for name, curve in measured.passes.items()}
+        self._products = {kind: _by_width(rates) for kind, rates in measured.products.items()}
+        self._attention = _by_head(measured.attention)
+
+    def product_rate(self, kind: str, rows: float, width: float) -> float:
+        """Between two widths, each at `rows`. Fewer rows than measured take as long as the fewest."""
+        curves = self._products[kind]
+        return exp(_between([(at, _value_at(curve, log(rows), below=1.0)) for at, curve in curves], log(width)))
+
+    def attention_rates(self, length: float, head_dim: float) -> tuple[float, float]:
+        forward, backward = (
+            exp(_between([(at, _value_at(curves[i], log(length))) for at, curves in self._attention], log(head_dim)))
+            for i in (0, 1)
+        )
+        return forward, backward
+
+
+def _seconds_at(points: Points, size: float) -> float:
+    """Between measured sizes; below them what the smallest takes, above them in proportion."""
+    return exp(_value_at(points, log(max(size, 1.0)), above=1.0))
+
+
+def _value_at(points: Points, x: float, *, below: float = 0.0, above: float = 0.0) -> float:
+    """Straight lines between points; outside with these slopes from the nearest."""
+    first, last = points[0], points[-1]
+    if x <= first[0]:
+        return first[1] + below * (x - first[0])
+    if x >= last[0]:
+        return last[1] + above * (x - last[0])
+    return _between(points, x)
+
+
+def _between(points: Points, x: float) -> float:
+    """Straight lines between points, the nearest one's value outside."""
+    i = bisect_left(points, (x,))
+    if i == 0 or i == len(points):
+        return points[min(i, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _logs(curve: Iterable[tuple[float, float]]) -> Points:
+    return sorted((log(size), log(value)) for size, value in curve)
+
+
+def _by_width(rates: Iterable[ProductRate]) -> list[tuple[float, Points]]:
+    curves = defaultdict(list)
+    for rate in rates:
+        curves[rate.width].append((rate.rows, rate.flops_per_s))
+    return [(log(width), _logs(curve)) for width, curve in sorted(curves.items())]
+
+
+def _by_head(rates: Iterable[AttentionRate]) -> list[tuple[float, tuple[Points, Points]]]:
+    heads = defaultdict(list)
+    for rate in rates:
+        heads[rate.head_dim].append(rate)
+    return [
+        (
+            log(head_dim),
+            (_logs((r.length, r.forward) for r in found), _logs((r.length, r.backward) for r in found)),
+        )
+        for head_dim, found in sorted(heads.items())
+    ]

@@ -1,0 +1,168 @@
+"""The host's side of a trace: which part of the model, and which pass over it, every operator and launch belongs to.
+
+An event lies inside the ranges that are open on its thread when it starts. The backward's nodes are outside the model's
+ranges; each carries the number of the operator it differentiates, and so belongs to where that was. Every thread
+numbers its operators for itself, so what a thread of the backward computes again has numbers of the forward's, too.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from recipe.profile.names import MODULE_PREFIX, OPTIMIZER_PREFIX, module_scope
+from recipe.profile.trace_file import Event
+from recipe.scopes import PREFIX, STEP_PREFIX, Scope, read_ranks, read_scope
+
+HOST_CATEGORIES = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+EVALUATE = "autograd::engine::evaluate_function"
+ACCUMULATE = "AccumulateGrad"
+PHASES = {"optimizer": "update", "gradients": "backward"}  # of what is no part of the model
+GLOO_PREFIX = "gloo:"
+C10D_PREFIX = "c10d::"
+PARAM_COMMS = "record_param_comms"
+# Namespaces of operators that only wrap others.
+NOT_WORK = ("c10d", "autograd", "torch", "_c10d_functional", "profiler")
+
+
+class Context(NamedTuple):
+    """What is around an event.
+
+    phase    "forward", "backward", "recompute" (a forward inside the backward) or "update"
+    ranks    who takes part in the collectives here, where our recorder named them
+    comms    what the profiler says of the collective here
+    working  inside an operator whose whole time counts as work already
+    nested   inside a node of the backward
+    """
+
+    scope: Scope | None = None
+    phase: str = "forward"
+    ranks: tuple[int, ...] | None = None
+    comms: Mapping[str, Any] | None = None
+    working: bool = False
+    nested: bool = False
+
+
+class _Numbered(NamedTuple):
+    """Where operators with a sequence number were: of the forward, and by thread of what the backward computes again.
+
+    Nodes of the latter are run inside the node that computed it.
+    """
+
+    forward: dict[int, Scope | None]
+    again: dict[tuple[Any, int], Scope | None]
+
+    def note(self, event: Event, number: int, outer: Context) -> None:
+        """Operators without a gradient show the number that the next one with a gradient gets: the last counts."""
+        if outer.phase == "forward":
+            self.forward[number] = outer.scope
+        elif outer.phase == "recompute":
+            self.again[event.thread, number] = outer.scope
+
+    def find(self, event: Event, number: int, outer: Context, *, absent: Scope | None) -> Scope | None:
+        """Of the operator that a node differentiates; `absent` where it was not recorded."""
+        if outer.nested and (event.thread, number) in self.again:
+            return self.again[event.thread, number]
+        return self.forward.get(number, absent)
+
+
+class Placed(NamedTuple):
+    """An event and what is around it."""
+
+    event: Event
+    context: Context
+
+
+class Host(NamedTuple):
+    """
+    operators    of the threads that train, where a program marks its steps; none lies inside another
+    calls        operators that start a collective, in the order of their start
+    gloo         gloo's own events: when it worked on a collective
+    launches     what is around the launch of a kernel, by its correlation number
+    steps        (number, event) of every step that the program marked
+    """
+
+    operators: list[Placed]
+    calls: list[Placed]
+    gloo: list[Event]
+    launches: dict[int, Context]
+    steps: list[tuple[int, Event]]
+
+
+def read_host(events: Iterable[Event]) -> Host:
+    """Go through the host's events in time, all threads at once, since a backward may have a thread of its own."""
+    host = Host([], [], [], {}, [])
+    open_ranges: dict[Any, list[Placed]] = {}
+    numbered = _Numbered({}, {})
+    training_threads = set()
+    for event in sorted((e for e in events if _is_hosts(e)), key=lambda e: (e.start_s, -e.end_s)):
+        stack = open_ranges.setdefault(event.thread, [])
+        while stack and stack[-1].event.end_s <= event.start_s:
+            stack.pop()
+        outer = stack[-1].context if stack else Context()
+        context = _inside(event, outer, numbered)
+        if event.name.startswith((STEP_PREFIX, EVALUATE)):
+            training_threads.add(event.thread)
+        _note(host, event, outer, context)
+        stack.append(Placed(event, context))
+    if host.steps:
+        host.operators[:] = [placed for placed in host.operators if placed.event.thread in training_threads]
+    return host
+
+
+def _is_hosts(event: Event) -> bool:
+    if event.category == "python_function":
+        return event.name.startswith(MODULE_PREFIX)
+    return event.category in HOST_CATEGORIES
+
+
+def _inside(event: Event, outer: Context, numbered: _Numbered) -> Context:
+    """What is around the events inside this one."""
+    name, number = event.name, event.args.get("Sequence number", -1)
+    if name.startswith(EVALUATE):
+        # A leaf's node only adds up a gradient, and runs what hooks do with it.
+        own = Scope("gradients") if name.endswith(ACCUMULATE) else outer.scope
+        scope = numbered.find(event, number, outer, absent=own)
+        return outer._replace(scope=scope, phase="backward", nested=True)
+    if event.category == "cpu_op":
+        if number >= 0 and not event.args.get("Fwd thread id"):
+            numbered.note(event, number, outer)
+        if name == PARAM_COMMS:
+            return outer._replace(comms=event.args)
+        return outer._replace(working=True) if _is_work(event) else outer
+    if name.startswith(OPTIMIZER_PREFIX):
+        return outer._replace(scope=Scope("optimizer"), phase="update")
+    if name.startswith(GLOO_PREFIX):
+        return outer._replace(working=True)
+    ranks = read_ranks(name)
+    if ranks is not None:
+        return outer._replace(ranks=ranks)
+    scope = read_scope(name) if name.startswith(PREFIX) else module_scope(name)
+    return outer if scope is None else _entered(scope, outer)
+
+
+def _entered(scope: Scope, outer: Context) -> Context:
+    if scope.kind in PHASES:
+        return outer._replace(scope=scope, phase=PHASES[scope.kind])
+    if scope.layer is None and outer.scope is not None:
+        scope = scope._replace(layer=outer.scope.layer)
+    again = outer.phase in ("backward", "recompute")
+    return outer._replace(scope=scope, phase="recompute" if again else "forward")
+
+
+def _is_work(event: Event) -> bool:
+    """Whether an operator is one of a library's: the others are functions of Python that may wait for something."""
+    namespace, _, rest = event.name.partition("::")
+    return bool(rest) and namespace not in NOT_WORK
+
+
+def _note(host: Host, event: Event, outer: Context, context: Context) -> None:
+    if event.name.startswith(STEP_PREFIX) and event.name.removeprefix(STEP_PREFIX).isdecimal():
+        host.steps.append((int(event.name.removeprefix(STEP_PREFIX)), event))
+    elif event.category in ("cuda_runtime", "cuda_driver"):
+        if "correlation" in event.args:
+            host.launches[event.args["correlation"]] = context
+    elif event.name.startswith(GLOO_PREFIX):
+        host.gloo.append(event)
+    elif event.category == "cpu_op" and event.name.startswith(C10D_PREFIX):
+        host.calls.append(Placed(event, outer))
+    elif event.category == "cpu_op" and _is_work(event) and not outer.working:
+        host.operators.append(Placed(event, outer))

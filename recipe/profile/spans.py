@@ -1,0 +1,254 @@
+"""One rank's trace as three kinds of spans on one clock: work, transfers and copies, each with the part it belongs to.
+
+On a GPU these are its kernels and copies, whatever the stream, placed by where the host launched them; a copy within
+its memory is work as a kernel is. On a CPU they are the operators of the threads that train, and gloo's own work on its
+collectives.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from recipe.plan.sent import ring_bytes
+from recipe.profile.host import Context, Host, Placed, read_host
+from recipe.profile.names import NCCL, collective_op, dtype_bytes, kind_of_kernel
+from recipe.profile.trace_file import BROKEN, Event, Trace, unreadable, whole_number
+
+FROM_OR_TO_HOST = ("HtoD", "DtoH")
+COMMS_NAME = "Collective name"
+# Of the arguments of a c10d operator, the one that holds what this rank gives.
+INPUT_ARGUMENT = {"c10d::allreduce_": 0, "c10d::broadcast_": 0, "c10d::allreduce_coalesced_": 0}
+
+
+class Part(NamedTuple):
+    """Of the model and of the step; `layer` is None outside blocks. See scopes.py and host.py."""
+
+    kind: str
+    layer: int | None
+    phase: str
+
+
+class Work(NamedTuple):
+    start_s: float
+    end_s: float
+    part: Part
+    name: str
+
+
+class Copy(NamedTuple):
+    """From the host or to it."""
+
+    start_s: float
+    end_s: float
+    name: str
+
+
+class Transfer(NamedTuple):
+    """One collective.
+
+    num_ranks   that take part; None: not in the trace
+    ranks       which; None: not in the trace
+    group       what tells its group from others where the ranks are not known
+    sent_bytes  what a rank has to send, a gather, scatter or all-reduce as a ring does; None: not in the trace
+    """
+
+    start_s: float
+    end_s: float
+    op: str
+    part: Part
+    num_ranks: int | None
+    ranks: tuple[int, ...] | None
+    group: str
+    sent_bytes: float | None
+
+
+class Window(NamedTuple):
+    """One step."""
+
+    step: int
+    start_s: float
+    end_s: float
+
+
+class RankSpans(NamedTuple):
+    """All in the order of their start."""
+
+    trace: Trace
+    windows: list[Window]
+    works: list[Work]
+    transfers: list[Transfer]
+    copies: list[Copy]
+
+
+def read_spans(trace: Trace) -> RankSpans:
+    """ValueError where nothing in a trace is work or a transfer of the threads that train, and for broken events."""
+    try:
+        host = read_host(trace.events)
+        works, transfers, copies = _of_gpu(trace, host) if trace.device == "cuda" else _of_cpu(host)
+    except BROKEN as error:
+        raise unreadable(trace.path, error) from error
+    busy: list[Work | Transfer | Copy] = [*works, *transfers, *copies]
+    if not busy:
+        raise ValueError(f"{trace.path} holds neither work nor transfers of the threads that train")
+    last_end_s = max(span.end_s for span in busy)
+    windows = _windows(host.steps, on_gpu=trace.device == "cuda", last_end_s=last_end_s)
+    return RankSpans(
+        trace=trace,
+        windows=windows or [Window(0, min(span.start_s for span in busy), last_end_s)],
+        works=sorted(works),
+        transfers=sorted(transfers, key=lambda t: t.start_s),
+        copies=sorted(copies),
+    )
+
+
+class _Spans(NamedTuple):
+    works: list[Work]
+    transfers: list[Transfer]
+    copies: list[Copy]
+
+
+def _windows(steps: Sequence[tuple[int, Event]], *, on_gpu: bool, last_end_s: float) -> list[Window]:
+    """The steps by the host's clock. What a GPU still does behind the last one belongs to that."""
+    by_start = sorted(steps, key=lambda step: step[1].start_s)
+    windows = [Window(number, event.start_s, event.end_s) for number, event in by_start]
+    if on_gpu and windows:
+        windows[-1] = windows[-1]._replace(end_s=max(windows[-1].end_s, last_end_s))
+    return windows
+
+
+def _of_gpu(trace: Trace, host: Host) -> _Spans:
+    spans = _Spans([], [], [])
+    for event in trace.events:
+        if event.category not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        context = host.launches.get(event.args.get("correlation", -1), Context())
+        nccl = NCCL.search(event.name)
+        if nccl is not None or COMMS_NAME in event.args:
+            spans.transfers.append(_nccl_transfer(event, context, in_name=nccl and nccl["op"]))
+        elif event.category == "gpu_memcpy" and any(way in event.name for way in FROM_OR_TO_HOST):
+            spans.copies.append(Copy(event.start_s, event.end_s, event.name))
+        else:
+            spans.works.append(Work(event.start_s, event.end_s, _part(context, event.name), event.name))
+    return spans
+
+
+def _nccl_transfer(event: Event, context: Context, *, in_name: str | None) -> Transfer:
+    """From what the profiler says of a collective, in the kernel or around its launch; old ones say the name alone."""
+    said = event.args if COMMS_NAME in event.args else context.comms or {}
+    op = collective_op(str(said.get(COMMS_NAME, in_name))) or collective_op(in_name or "") or "other"
+    num_ranks = whole_number(said["Group size"]) if said.get("Group size") else None
+    ranks = _listed_ranks(said.get("Process Group Ranks"), num_ranks=num_ranks)
+    size = dtype_bytes(str(said.get("dtype", "")))
+    given, taken = said.get("In msg nelems"), said.get("Out msg nelems")
+    sent = None
+    if size is not None and num_ranks is not None and given is not None:
+        whole = whole_number(given)
+        if op == "all_gather" and not whole:
+            whole = whole_number(taken or 0) // num_ranks
+        sent = sent_bytes(op, given_bytes=whole * size, num_ranks=num_ranks)
+    name, words = str(said.get("Process Group Name", "")), str(said.get("Process Group Description", ""))
+    return Transfer(
+        start_s=event.start_s,
+        end_s=event.end_s,
+        op=op,
+        part=_transfer_part(context, narrow=size == 1),
+        num_ranks=num_ranks,
+        ranks=ranks,
+        group=f"{name} {words}".strip(),
+        sent_bytes=sent,
+    )
+
+
+def _listed_ranks(text: Any, *, num_ranks: int | None) -> tuple[int, ...] | None:
+    """From "[0, 1, 2, 3]"; None where the profiler has left some out, as it does with long lists."""
+    if not isinstance(text, str) or not text.strip("[] "):
+        return None
+    words = text.strip("[] ").split(",")
+    if not all(word.strip().isdecimal() for word in words) or (num_ranks is not None and len(words) != num_ranks):
+        return None
+    return tuple(int(word) for word in words)
+
+
+def _of_cpu(host: Host) -> _Spans:
+    works = [Work(e.start_s, e.end_s, _part(context, e.name), e.name) for e, context in host.operators]
+    waiting: dict[tuple[str, int], deque[Placed]] = {}
+    for call in host.calls:
+        waiting.setdefault(_call_key(call.event), deque()).append(call)
+    transfers = []
+    for event in sorted(host.gloo, key=lambda e: e.start_s):
+        op = collective_op(event.name) or "other"
+        queue = waiting.get((op, _numel(event.args.get("Input Dims", []))))
+        # Gloo works on equal calls in their order; what it was given before the recording has no call in the trace.
+        known = queue and queue[0].event.start_s <= event.start_s
+        transfer = _gloo_transfer(event, queue.popleft() if queue and known else None, op=op)
+        if transfer.num_ranks != 1:
+            transfers.append(transfer)
+    return _Spans(works, transfers, [])
+
+
+def _call_key(call: Event) -> tuple[str, int]:
+    dims = call.args.get("Input Dims", [])
+    place = INPUT_ARGUMENT.get(call.name, 1)
+    return collective_op(call.name) or "other", _numel(dims[place] if len(dims) > place else [])
+
+
+def _gloo_transfer(event: Event, call: Placed | None, *, op: str) -> Transfer:
+    context = call.context if call is not None else Context()
+    types, given = event.args.get("Input type") or [""], _numel(event.args.get("Input Dims", []))
+    size, ranks = dtype_bytes(types[0]), context.ranks
+    num_ranks = len(ranks) if ranks is not None else _ranks_by_shape(call)
+    sent = None
+    if size is not None and num_ranks is not None:
+        sent = sent_bytes(op, given_bytes=given * size, num_ranks=num_ranks)
+    return Transfer(
+        start_s=event.start_s,
+        end_s=event.end_s,
+        op=op,
+        part=_transfer_part(context, narrow=size == 1),
+        num_ranks=num_ranks,
+        ranks=ranks,
+        group="",
+        sent_bytes=sent,
+    )
+
+
+def _ranks_by_shape(call: Placed | None) -> int | None:
+    """How many ranks' parts the gathered or the scattered tensor holds, of an operator with (output, input)."""
+    if call is None or call.event.name not in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+        return None
+    sizes = sorted(_numel(dims) for dims in call.event.args.get("Input Dims", [])[:2])
+    return sizes[1] // sizes[0] if len(sizes) == 2 and sizes[0] and sizes[1] % sizes[0] == 0 else None
+
+
+def sent_bytes(op: str, *, given_bytes: float, num_ranks: int) -> float | None:
+    """What a rank sends that gives so much to a collective: what the algorithm has to send, whatever a backend does.
+
+    Of an exchange even parts are assumed. None where it depends on which end of it a rank is.
+    """
+    if op == "all_gather":
+        return ring_bytes(op, given_bytes * num_ranks, size=num_ranks)
+    if op in ("reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"):
+        return ring_bytes(op, given_bytes, size=num_ranks)
+    return {"send": given_bytes, "barrier": 0.0}.get(op)
+
+
+def _numel(dims: Any) -> int:
+    """Of one shape, or of a list of them together."""
+    if isinstance(dims, list) and any(isinstance(entry, list) for entry in dims):
+        return sum(_numel(entry) for entry in dims)
+    return math.prod(dims) if isinstance(dims, list) and all(isinstance(n, int) for n in dims) else 0
+
+
+def _part(context: Context, name: str) -> Part:
+    if context.scope is None:
+        return Part(kind_of_kernel(name), None, context.phase)
+    return Part(context.scope.kind, context.scope.layer, context.phase)
+
+
+def _transfer_part(context: Context, *, narrow: bool) -> Part:
+    """What a transfer serves. Single bytes among the experts' are ids and weights, which travel as such."""
+    if context.scope is None:
+        return Part("other", None, context.phase)
+    kind = "routing" if narrow and context.scope.kind == "experts" else context.scope.kind
+    return Part(kind, context.scope.layer, context.phase)

@@ -1,0 +1,245 @@
+"""Traces of all ranks taken apart into one summary: where each step's time goes, and what its transfers achieve."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from recipe.profile.account import Account, account_for
+from recipe.profile.memory_line import MemoryLine, memory_line
+from recipe.profile.notes import notes_of
+from recipe.profile.spans import Part, RankSpans, read_spans
+from recipe.profile.timeline import RankTimeline, rank_timeline, shown_ranks
+from recipe.profile.trace_file import Trace
+from recipe.profile.transfers import (
+    BandwidthPoint,
+    Layout,
+    Links,
+    Route,
+    Sent,
+    bandwidth_points,
+    match,
+    route_of,
+)
+
+WORK, EXPOSED, WAITING, COPIES, IDLE = "work", "exposed", "waiting", "copies", "idle"
+
+
+class TimeRow(NamedTuple):
+    """Seconds of a step by rank, the mean over the steps. All rows of a rank add up to its step.
+
+    state  WORK; EXPOSED: a transfer and no work; WAITING for slower ranks in one; COPIES; IDLE: none of these
+    part   what the work is of, or what the transfer serves; None for copies and idle
+    op     the collective; None for all but transfers
+    """
+
+    state: str
+    part: Part | None
+    op: str | None
+    seconds: list[float]
+
+
+class TransferRow(NamedTuple):
+    """Collectives of one route in a step, the mean over ranks and steps.
+
+    sent_bytes   what a rank sends; None where a trace does not say
+    hidden_s     behind work
+    exposed_s    with no work beside it, and moving
+    waiting_s    with no work beside it, before the slowest rank has come
+    bytes_per_s  sent while moving, waiting left out; None where nothing is known to be sent
+    """
+
+    route: Route
+    num_calls: float
+    sent_bytes: float | None
+    hidden_s: float
+    exposed_s: float
+    waiting_s: float
+    bytes_per_s: float | None
+    link_bytes_per_s: float | None
+
+
+class Imbalance(NamedTuple):
+    """Work of one kind: seconds of a step by rank, the busiest rank's over the mean, and the same step by step."""
+
+    kind: str
+    seconds: list[float]
+    max_over_mean: float
+    by_step: list[float]
+
+
+class Summary(NamedTuple):
+    """
+    step_seconds  by step, by rank
+    idle_before_s of a step, before anything runs; the mean over ranks and steps
+    timeline      of one step, the one whose slowest rank is the median, of at most 16 ranks
+    notes         what could not be told from these traces
+    """
+
+    device: str
+    world_size: int
+    ranks: list[int]
+    steps: list[int]
+    facts: Mapping[str, Any]
+    step_seconds: list[list[float]]
+    idle_before_s: float
+    time: list[TimeRow]
+    transfers: list[TransferRow]
+    points: list[BandwidthPoint]
+    imbalance: list[Imbalance]
+    memory: list[MemoryLine]
+    timeline_step: int
+    timeline: list[RankTimeline]
+    notes: list[str]
+
+    @property
+    def step_s(self) -> float:
+        """Mean over the steps of the slowest rank's."""
+        return _mean([max(by_rank) for by_rank in self.step_seconds])
+
+
+def summarise(traces: Sequence[Trace], *, links: Links) -> Summary:
+    """Take apart what `read_traces` gave. ValueError where the ranks' traces are not of the same steps."""
+    ranks = [read_spans(trace) for trace in traces]
+    _check_steps(ranks)
+    facts = traces[0].facts
+    layout = (facts["layout"]["dp"], facts["layout"]["tp"]) if "layout" in facts else None
+    if "ranks_per_node" in facts:  # of the run itself; the hardware's number is only usual
+        links = links._replace(ranks_per_node=facts["ranks_per_node"])
+    matched = match(ranks)
+    sent_of = _by_rank_and_step(matched.sent, ranks)
+    accounts = [_accounts(spans, steps) for spans, steps in zip(ranks, sent_of, strict=True)]
+    step_seconds = [[s.windows[i].end_s - s.windows[i].start_s for s in ranks] for i in range(len(ranks[0].windows))]
+    slowest = sorted(range(len(step_seconds)), key=lambda i: max(step_seconds[i]))
+    shown = slowest[len(slowest) // 2]
+    return Summary(
+        device=traces[0].device,
+        world_size=traces[0].world_size or len(traces),
+        ranks=[trace.rank for trace in traces],
+        steps=[window.step for window in ranks[0].windows],
+        facts=facts,
+        step_seconds=step_seconds,
+        idle_before_s=_mean([account.idle_before for by_step in accounts for account in by_step]),
+        time=_time_rows(accounts, sent_of),
+        transfers=_transfer_rows(accounts, sent_of, links=links, layout=layout),
+        points=bandwidth_points(matched.sent, links=links, layout=layout),
+        imbalance=_imbalances(accounts),
+        memory=[line for line in map(memory_line, ranks) if line is not None],
+        timeline_step=ranks[0].windows[shown].step,
+        timeline=[
+            rank_timeline(ranks[r], shown, account=accounts[r][shown], sent=sent_of[r][shown])
+            for r in shown_ranks(len(ranks))
+        ],
+        notes=list(notes_of(ranks, matched)),
+    )
+
+
+def _check_steps(ranks: Sequence[RankSpans]) -> None:
+    first = ranks[0]
+    for other in ranks[1:]:
+        ours, theirs = ([window.step for window in spans.windows] for spans in (first, other))
+        if ours != theirs:
+            raise ValueError(
+                f"{first.trace.path} is of steps {ours} and {other.trace.path} of steps {theirs}; give traces of the "
+                "same recording"
+            )
+
+
+def _by_rank_and_step(sent: Iterable[Sent], ranks: Sequence[RankSpans]) -> list[list[list[Sent]]]:
+    """Each rank's collectives, step by step in the order of their start."""
+    found: dict[tuple[int, int], list[Sent]] = {}
+    for one in sorted(sent, key=lambda one: one.transfer.start_s):
+        found.setdefault((one.rank, one.step), []).append(one)
+    return [[found.get((spans.trace.rank, window.step), []) for window in spans.windows] for spans in ranks]
+
+
+def _accounts(spans: RankSpans, sent: Sequence[Sequence[Sent]]) -> list[Account]:
+    return [
+        account_for(
+            window,
+            works=[w for w in spans.works if w.end_s > window.start_s and w.start_s < window.end_s],
+            transfers=[one.transfer for one in step],
+            waits_s=[one.wait_s for one in step],
+            copies=[c for c in spans.copies if c.end_s > window.start_s and c.start_s < window.end_s],
+        )
+        for window, step in zip(spans.windows, sent, strict=True)
+    ]
+
+
+def _time_rows(accounts: Sequence[Sequence[Account]], sent: Sequence[Sequence[Sequence[Sent]]]) -> list[TimeRow]:
+    """The largest first."""
+    rows: dict[tuple[str, Part | None, str | None], list[float]] = {}
+    for rank, (by_step, sent_by_step) in enumerate(zip(accounts, sent, strict=True)):
+        share = 1 / len(by_step)
+
+        def add(key: tuple[str, Part | None, str | None], seconds: float, *, r: int = rank, s: float = share) -> None:
+            rows.setdefault(key, [0.0] * len(accounts))[r] += seconds * s
+
+        for account, step in zip(by_step, sent_by_step, strict=True):
+            for part, seconds in account.work.items():
+                add((WORK, part, None), seconds)
+            for state, by_number in ((EXPOSED, account.exposed), (WAITING, account.waiting)):
+                for number, seconds in by_number.items():
+                    add((state, step[number].transfer.part, step[number].transfer.op), seconds)
+            add((COPIES, None, None), account.copies)
+            add((IDLE, None, None), account.idle)
+    return [TimeRow(*key, seconds) for key, seconds in sorted(rows.items(), key=lambda row: -sum(row[1]))]
+
+
+def _transfer_rows(
+    accounts: Sequence[Sequence[Account]],
+    sent: Sequence[Sequence[Sequence[Sent]]],
+    *,
+    links: Links,
+    layout: Layout | None,
+) -> list[TransferRow]:
+    share = 1 / sum(len(by_step) for by_step in accounts)
+    rows: dict[Route, TransferRow] = {}
+    moved: defaultdict[Route, float] = defaultdict(float)
+    unsaid = set()
+    for by_step, sent_by_step in zip(accounts, sent, strict=True):
+        for account, step in zip(by_step, sent_by_step, strict=True):
+            for number, one in enumerate(step):
+                route = route_of(one.transfer, links=links, layout=layout)
+                row = rows.get(route) or TransferRow(route, 0, 0, 0, 0, 0, None, links.of(route))
+                if one.transfer.sent_bytes is None:
+                    unsaid.add(route)
+                rows[route] = row._replace(
+                    num_calls=row.num_calls + share,
+                    sent_bytes=(row.sent_bytes or 0) + (one.transfer.sent_bytes or 0) * share,
+                    hidden_s=row.hidden_s + account.hidden.get(number, 0) * share,
+                    exposed_s=row.exposed_s + account.exposed.get(number, 0) * share,
+                    waiting_s=row.waiting_s + account.waiting.get(number, 0) * share,
+                )
+                moved[route] += one.moves_s * share
+    found = [_with_speed(row, moved_s=moved[route], said=route not in unsaid) for route, row in rows.items()]
+    return sorted(found, key=lambda row: -(row.exposed_s + row.waiting_s + row.hidden_s))
+
+
+def _with_speed(row: TransferRow, *, moved_s: float, said: bool) -> TransferRow:
+    if not said:
+        return row._replace(sent_bytes=None)
+    return row._replace(bytes_per_s=row.sent_bytes / moved_s if row.sent_bytes and moved_s > 0 else None)
+
+
+def _imbalances(accounts: Sequence[Sequence[Account]]) -> list[Imbalance]:
+    """Of every kind of work, the longest first."""
+    kinds = {part.kind for by_step in accounts for account in by_step for part in account.work}
+    found = []
+    for kind in kinds:
+        by_step = [
+            [sum(s for part, s in by_step[i].work.items() if part.kind == kind) for by_step in accounts]
+            for i in range(len(accounts[0]))
+        ]
+        seconds = [_mean([step[r] for step in by_step]) for r in range(len(accounts))]
+        found.append(Imbalance(kind, seconds, max_over_mean(seconds), [max_over_mean(step) for step in by_step]))
+    return sorted(found, key=lambda entry: -sum(entry.seconds))
+
+
+def max_over_mean(values: Sequence[float]) -> float:
+    """1.0 where all are zero."""
+    mean = _mean(values)
+    return max(values) / mean if mean > 0 else 1.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

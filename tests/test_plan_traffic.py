@@ -1,0 +1,198 @@
+"""Planned collectives: a small case by hand, what every option adds, and ZeRO-3's fetches on models one can follow."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recipe.plan.job import Job
+from recipe.plan.sent import Sent
+from recipe.plan.traffic import planned_traffic
+from recipe.plan.zero3_fetches import Module, Thresholds, Way, gathers_of_a_micro_batch, persistent
+from tests.traffic_jobs import small_job
+
+TINY = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32}
+
+
+def test_a_small_case_by_hand() -> None:
+    """Two ranks, two groups, T=32, D=32, float32: T*D*4 = 4096 bytes, of which a rank sends half."""
+    held = 2 * 25 * 32 + 2 * (16 * 32 + 2 * 8 * 32 + 16 * 32 + 4 * 32 + 2 * (64 * 32 + 32 * 32))
+    vectors = 2 * 2 * 32 + 32
+    assert planned_traffic(small_job(2, 2, 2, model=TINY)) == (
+        Sent("dp", "all_gather", "zero", 2, (held + vectors) * 4 / 2),
+        Sent("dp", "all_reduce", "counts", 1, 16),
+        Sent("dp", "all_reduce", "zero", 3, (held + vectors) * 4 + 2 * 4),
+        Sent("group", "all_gather", "attention", 4, 4 * 2048),
+        Sent("group", "all_gather", "embedding", 1, 2048),
+        Sent("group", "all_gather", "experts", 4, 4 * 2048),
+        Sent("group", "all_gather", "head", 1, 2048),
+        Sent("group", "all_gather", "routing", 2, 2 * 32 * 2 * 6 / 2),
+        Sent("group", "all_reduce", "head", 2, 3 * 32 * 4),
+        Sent("group", "all_reduce", "replicated", 3, 4 * (2 * (2 * 32 + 4 * 32) + 32)),
+        Sent("group", "all_reduce", "statistics", 1, 4 * 2 * 2 * (2 * 4 + 3)),
+        Sent("group", "all_reduce", "zero", 2, 2 * 4),
+        Sent("group", "reduce_scatter", "attention", 4, 4 * 2048),
+        Sent("group", "reduce_scatter", "embedding", 1, 2048),
+        Sent("group", "reduce_scatter", "experts", 4, 4 * 2048),
+        Sent("group", "reduce_scatter", "head", 1, 2048),
+        Sent("group", "reduce_scatter", "routing", 2, 2 * 32 * 2 * 4 / 2),
+    )
+
+
+def test_one_rank_sends_nothing() -> None:
+    for stage in (0, 1, 2, 3):
+        assert planned_traffic(small_job(zero={"stage": stage})) == ()
+
+
+def row(job: Job, axis: str, op: str, purpose: str) -> Sent:
+    return next(sent for sent in planned_traffic(job) if sent[:3] == (axis, op, purpose))
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "factor"),
+    [
+        ({"recompute": True}, ("group", "all_gather", "attention"), 3 / 2),
+        ({"recompute": True}, ("group", "reduce_scatter", "experts"), 3 / 2),
+        ({"recompute": True}, ("group", "reduce_scatter", "routing"), 1),
+        ({"wire": {"regather": True}}, ("group", "all_gather", "experts"), 3 / 2),
+        ({"wire": {"token_dtype": "float8_e4m3"}}, ("group", "all_gather", "experts"), (36 + 128) / 256),
+        ({"accumulation": 3}, ("group", "all_reduce", "head"), 3),
+        ({"accumulation": 3}, ("dp", "all_gather", "zero"), 1),
+        ({"num_sequences": 4}, ("group", "all_reduce", "statistics"), 2),
+        ({"precision": "bf16"}, ("group", "all_gather", "embedding"), 1 / 2),
+        ({"precision": "bf16"}, ("group", "all_reduce", "replicated"), 1),
+    ],
+    ids=str,
+)
+def test_what_an_option_adds(changes: dict[str, Any], place: tuple[str, str, str], factor: float) -> None:
+    assert row(small_job(2, 2, 2, **changes), *place).sent_bytes == factor * row(small_job(2, 2, 2), *place).sent_bytes
+
+
+def test_chunks_change_calls_and_no_bytes() -> None:
+    whole = planned_traffic(small_job(2, 2, 2))
+    chunked = planned_traffic(small_job(2, 2, 2, wire={"overlap": True, "overlap_chunks": 3}))
+    assert [sent.sent_bytes for sent in whole] == [sent.sent_bytes for sent in chunked]
+    calls = {sent[:3]: sent.num_calls for sent in chunked}
+    assert calls["group", "all_gather", "attention"] == 3 * 4
+    assert calls["group", "reduce_scatter", "experts"] == 3 * 4
+    assert calls["group", "all_gather", "routing"] == 2
+    assert calls["group", "all_reduce", "head"] == 2 * 3
+
+
+def test_stage_2_sums_gradients_in_every_micro_batch_and_stage_1_once() -> None:
+    by_stage = [
+        row(small_job(2, 1, zero={"stage": stage}, accumulation=4), "dp", "all_reduce", "zero").sent_bytes
+        for stage in (1, 2)
+    ]
+    norms = 2 * 4
+    assert by_stage[1] - norms == 4 * (by_stage[0] - norms)
+
+
+def test_without_clipping_stage_0_asks_for_no_norm() -> None:
+    for stage, is_equal in ((0, False), (1, True), (2, True), (3, True)):
+        job = small_job(2, 2, zero={"stage": stage})
+        without = planned_traffic(replace(job, clips_gradients=False))
+        assert (without == planned_traffic(job)) is is_equal
+
+
+def test_copies_come_once_a_step_and_their_gradients_go_home_in_every_micro_batch() -> None:
+    job = small_job(1, 2, 2, wire={"resident_experts": 1}, accumulation=3)
+    expert = 3 * 32 * 64 * 4
+    assert row(job, "group", "all_to_all", "copies") == Sent("group", "all_to_all", "copies", 4 * 4, 4 * 2 * expert)
+
+
+def test_slices_of_the_head_are_those_of_the_loss() -> None:
+    job = small_job(1, 2, 2, model={"vocab_size": 2**20}, block_size=64)
+    assert row(job, "group", "all_reduce", "head").num_calls == 2 * 128 // (2**24 // (4 * 2**19))
+    assert row(replace(job, device="cuda"), "group", "all_reduce", "head").num_calls == 2
+
+
+@pytest.mark.parametrize(
+    ("zero", "named"),
+    [
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu"}, "round_robin_gradients": True},
+            "offload_optimizer, round_robin_gradients",
+        ),
+        ({"stage": 3, "zero_hpz_partition_size": 8}, "zero_hpz_partition_size"),
+        ({"stage": 3, "reduce_scatter": False}, "reduce_scatter"),
+        ({"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}, "stage3_use_all_reduce_for_fetch_params"),
+        ({"stage": 1, "round_robin_gradients": 1}, "round_robin_gradients"),
+        ({"stage": 2, "use_multi_rank_bucket_allreduce": False}, "use_multi_rank_bucket_allreduce"),
+    ],
+    ids=str,
+)
+def test_options_without_a_formula_are_refused(zero: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf'"zero_optimization" sets {named}, and what ZeRO sends then has no formula'):
+        planned_traffic(small_job(2, 1, zero=zero))
+
+
+def test_options_that_say_no_are_none() -> None:
+    off = {"offload_optimizer": {"device": "none"}, "zero_hpz_partition_size": 1, "mics_shard_size": -1}
+    off |= {"stage": 2, "round_robin_gradients": 0, "use_multi_rank_bucket_allreduce": True}
+    assert planned_traffic(small_job(2, 1, zero=off)) == planned_traffic(small_job(2, 1, zero={"stage": 2}))
+
+
+MODULES = [
+    Module("embedding", {"e": 10}),
+    Module("block 0", {"a": 100, "small": 1}, is_block=True, num_outputs=3),
+    Module("block 1", {"b": 100}, is_block=True, num_outputs=3),
+    Module("norm", {"n": 1}),
+    Module("head", {"h": 10}),
+]
+NOTHING_AHEAD = Thresholds(prefetch=0, max_live=10**9, max_reuse=0, persistence=0, model_persistence=10**9)
+
+
+def test_without_any_foresight_a_parameter_is_gathered_for_each_use() -> None:
+    gathers = gathers_of_a_micro_batch(MODULES, NOTHING_AHEAD)
+    forward = [("e",), ("a", "small"), ("b",), ("n",), ("h",)]
+    assert gathers == [*forward, *reversed(forward)]
+
+
+def test_what_is_used_again_soon_is_kept() -> None:
+    """After the norm and the head, 11 numbers, a block finds itself inside of the whole model, whose backward comes."""
+    gathers = gathers_of_a_micro_batch(MODULES, NOTHING_AHEAD._replace(max_reuse=12))
+    assert gathers == [("e",), ("a", "small"), ("b",), ("n",), ("h",), ("n",), ("a", "small"), ("e",)]
+
+
+def test_fetching_ahead_joins_gathers_and_drops_nothing_that_it_counted_with() -> None:
+    gathers = gathers_of_a_micro_batch(MODULES, NOTHING_AHEAD._replace(prefetch=10**6))
+    assert gathers == [("e", "a", "small", "b", "n", "h")]
+
+
+def test_every_output_of_the_decoder_asks_for_it() -> None:
+    """It has no parameters of its own, but each time the next one is gathered ahead."""
+    one_by_one = NOTHING_AHEAD._replace(prefetch=1)
+    last = Module("block 2", dict.fromkeys("abcdefgh", 100), is_block=True)
+    modules = [Module("embedding", {"i": 10}), last, Module("norm", {"n": 1}), Module("head", {"o": 10})]
+    backward = [gathers_of_a_micro_batch(modules, one_by_one, way=Way(number))[-4:] for number in (1, 3)]
+    assert backward == [
+        [("c",), ("d",), ("e", "f", "g", "h"), ("i",)],
+        [("e",), ("f",), ("g", "h"), ("i",)],
+    ]
+
+
+def test_what_is_dropped_was_decided_before_the_first_optimizer_step() -> None:
+    """Then small parameters were yet to be gathered, so that less was gathered ahead and nothing counted with."""
+    thresholds = NOTHING_AHEAD._replace(persistence=10, prefetch=1)
+    gathers = [gathers_of_a_micro_batch(MODULES, thresholds, way=Way(1, accumulates)) for accumulates in (False, True)]
+    assert gathers == [[("a",), ("b",)], [("a",), ("b",), ("b",), ("a",)]]
+
+
+def test_small_parameters_stay_as_long_as_all_of_them_have_room() -> None:
+    thresholds = NOTHING_AHEAD._replace(persistence=10, model_persistence=12)
+    assert persistent(MODULES, thresholds) == {"e": 10, "small": 1, "n": 1}
+    names = [name for gather in gathers_of_a_micro_batch(MODULES, thresholds) for name in gather]
+    assert sorted(names) == ["a", "a", "b", "b", "h", "h"]
+
+
+def test_sharded_weights_are_padded_one_by_one() -> None:
+    """Each of 24 parameters to a multiple of dp, gathered at the end of a step since all of them are small."""
+    job = small_job(7, 1, zero={"stage": 3})
+    shapes = {"e": 50 * 32, "h": 50 * 32, "n": 32}
+    layer = {"q": 64 * 32, "k": 32 * 32, "v": 32 * 32, "o": 64 * 32, "r": 8 * 32, "1": 8 * 128 * 32, "2": 8 * 64 * 32}
+    numels = [*shapes.values(), *2 * [*layer.values(), 32, 32]]
+    padded = sum(math.ceil(numel / 7) * 7 for numel in numels)
+    assert row(job, "dp", "all_gather", "zero").sent_bytes == pytest.approx(padded * 4 * 6 / 7, rel=1e-12)
+    assert row(job, "dp", "reduce_scatter", "zero").sent_bytes == pytest.approx(padded * 4 * 6 / 7, rel=1e-12)

@@ -1,0 +1,70 @@
+"""Jobs of small models for the tests of what is sent: planned, in a dry run, and by real ranks."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from modeling.layout import ParallelLayout
+from recipe.plan.job import Job
+from recipe.settings.ds_wire import WireOptions
+
+WIRE = WireOptions(overlap=False, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto")
+MODEL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "qk_norm": "none",
+}
+
+
+def small_job(
+    dp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    *,
+    model: dict[str, Any] | None = None,
+    wire: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Job:
+    """Two sequences of 16 positions, float32, ZeRO-1, on a CPU; with changes."""
+    job = Job(
+        model={**MODEL, **(model or {})},
+        layout=ParallelLayout(dp=dp, tp=tp, ep=ep),
+        num_sequences=2,
+        block_size=16,
+        accumulation=1,
+        strategy="gather_tokens",
+        wire=WireOptions(**{**asdict(WIRE), **(wire or {})}),
+        experts_backend="loop",
+        zero={"stage": 1, **(zero or {})},
+        precision="fp32",
+        recompute=False,
+        device="cpu",
+    )
+    return replace(job, **changes)
+
+
+def engine_config(job: Job) -> dict[str, Any]:
+    """What DeepSpeed gets for it."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": job.num_sequences,
+        "gradient_accumulation_steps": job.accumulation,
+        "train_batch_size": job.num_sequences * job.accumulation * job.layout.dp,
+        "gradient_clipping": 1.0 if job.clips_gradients else 0.0,
+        "zero_optimization": dict(job.zero),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    if job.precision == "bf16":
+        low = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+        config |= low
+    return config
