@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from modeling.model import GatherMoeForCausalLM
@@ -216,10 +217,12 @@ def named_collectives() -> Iterator[None]:
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that Python sees, each storage once."""
+    """Of all tensors that Python sees, each storage once; those that have none, being fake, take no memory."""
     storages = {}
     for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor) and found.device.type == "cpu" and found.layout == torch.strided:
+        if not issubclass(type(found), torch.Tensor) or issubclass(type(found), FakeTensor):
+            continue
+        if found.device.type == "cpu" and found.layout == torch.strided:
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 # Before torch, deepspeed or transformers are imported anywhere: they read these once.
@@ -14,7 +15,7 @@ os.environ.pop("LOCAL_SIZE", None)
 
 import pytest
 
-from tests.ranks import end_pools
+from tests.ranks import end_pools, with_libraries
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +52,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return path
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[ProcessPoolExecutor]:
+    """A process of its own, whose one group at a time is a fake one."""
+    with ProcessPoolExecutor(1, mp_context=with_libraries()) as pool:
+        yield pool
 
 
 def _shared_memory() -> set[str]:

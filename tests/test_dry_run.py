@@ -4,9 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 from recipe.plan.job import Job
 from recipe.plan.sent import Sent
-from tests.ranks import PRELOAD, run_ranks
+from tests.ranks import run_ranks
 from tests.traffic_jobs import engine_config, small_job
 
 pytestmark = pytest.mark.slow
@@ -94,15 +92,6 @@ def counted(job: Job, *, rank: int = 0, **options: Any) -> Any:
     with quiet_libraries():
         found = dry_run(job, engine_config=engine_config(job), rank=rank, **options)
     return found, compare(found, job, rank=rank)
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own, whose one group at a time is a fake one."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -26,27 +26,14 @@ from recipe.plan.zero3_memory import whole_weights
 from recipe.plan.zero_defaults import DEFAULTS, PLAIN_BUCKET
 from recipe.settings.ds_wire import WireOptions
 from recipe.settings.model import sizes_of
-from tests.parity import mixed_config, tiny_config
+from tests.parity import TINY, mixed_config, tiny_config
 
-TINY = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "qk_norm": "none",
-}
 WIRE = WireOptions(overlap=False, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto")
 
 
 def job(*, layout: ParallelLayout | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Job:
     values: dict[str, Any] = {
-        "model": TINY | (model or {}),
+        "model": {**TINY, **(model or {})},
         "layout": layout or ParallelLayout(tp=2, ep=2),
         "num_sequences": 4,
         "block_size": 64,
@@ -82,7 +69,7 @@ def test_r_plan_01_total_and_active_parameters_of_tiny() -> None:
 
 
 def test_r_plan_01_memory_grows_with_experts_but_operations_do_not() -> None:
-    few, many = sizes_of(TINY), sizes_of(TINY | {"num_experts": 64})
+    few, many = sizes_of(TINY), sizes_of({**TINY, "num_experts": 64})
     plans = [predict_memory(job(layout=ParallelLayout(), model={"num_experts": n})) for n in (4, 64)]
     added = 2 * 60 * 3 * 32 * 32 + 2 * 60 * 32  # experts and the router's rows
     assert count_parameters(many).total - count_parameters(few).total == added

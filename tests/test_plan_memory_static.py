@@ -1,8 +1,6 @@
 """Predicted peaks for experts' buffers of fixed size beside those of the real model on fake tensors in a fake group."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +17,6 @@ from recipe.dry_run.live_memory import LiveMemory
 from recipe.plan.memory import moments
 from recipe.plan.model_traffic import HEAD_CHUNK_BYTES
 from tests.parity import Case
-from tests.ranks import PRELOAD
 from tests.test_plan_memory_ranks import Measured, config_of, job_of
 
 pytestmark = pytest.mark.slow
@@ -65,15 +62,6 @@ def fake_peak(measured: Measured, *, device: str) -> int:
 def check(measured: Measured, alone: ProcessPoolExecutor, *, device: str) -> None:
     peak = alone.submit(fake_peak, measured, device=device).result(timeout=60)
     assert predicted(measured, device=device) == pytest.approx(peak, rel=0.08)
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own, whose one group at a time is a fake one."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        yield pool
 
 
 def predicted(measured: Measured, *, device: str) -> float:

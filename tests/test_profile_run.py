@@ -1,5 +1,6 @@
 """Steps of a real run are recorded and taken apart, and nothing of the recording is left behind."""
 
+import gc
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modeling.build import build_model
 from modeling.mesh import one_rank_mesh
@@ -60,10 +62,14 @@ def test_parts_have_names_while_they_are_recorded_and_are_as_before_afterwards()
 
 
 def test_bytes_of_tensors_count_a_storage_once() -> None:
+    gc.collect()  # what earlier tests left must not go in between
     before = tensor_bytes()
+    with FakeTensorMode():
+        fake = torch.empty(1000)
     kept = [nn.Parameter(torch.empty(1000))]
     kept.append(kept[0].detach()[10:])  # type: ignore[arg-type]
     assert tensor_bytes() - before == 4000
+    assert fake.nbytes == 4000
 
 
 def recorder(

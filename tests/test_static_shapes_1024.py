@@ -1,6 +1,5 @@
 """A decoder block on fake tensors in a fake group of 1,024 ranks: it traces without values, each rank alike."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from modeling.init import shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
 from tests.parity import mixed_config
-from tests.ranks import with_libraries
 from tests.recording import Operator, Operators
 from tests.test_static_shapes import plain_inputs, static_shapes
 
@@ -112,14 +110,6 @@ def _trace(case: Case, config: GatherMoeConfig) -> Trace:
         shard = table.shard(f"model.layers.1.{name}", tuple(whole[name].shape), group_rank=mesh.group_rank)
         want[name] = shard.shape
     return Trace(seen.called, seen.num_bytes("all_gather", "reduce_scatter"), tuple(out.shape), shapes, want)
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own, whose one group at a time is a fake one."""
-    context = with_libraries()
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize(
