@@ -225,16 +225,14 @@ def start(case: Case, *, num_steps: int, tiny: bool) -> Any:
     from modeling.build import build_model
     from modeling.mesh import build_mesh
     from recipe.data.batches import MicroBatch
+    from recipe.dry_run.model_trace import config_of
     from recipe.engine import Engine, build_optimizer
-    from recipe.prepare import model_config, quieten_libraries
-    from recipe.settings.arguments import parse_arguments
+    from recipe.prepare import quieten_libraries
 
     quieten_libraries(is_first=False)
     job, settings = settle(case, tiny=tiny)
-    words = ["--config_name=demo", "--output_dir=none", f"--block_size={job.block_size}"]
-    config = model_config(parse_arguments(words), settings=settings, model=job.model)
     mesh = build_mesh(job.layout, num_key_value_heads=job.sizes.num_key_value_heads)
-    model = build_model(config, mesh=mesh, seed=0)
+    model = build_model(config_of(job), mesh=mesh, seed=0)
     if job.recompute:
         model.gradient_checkpointing_enable()
     engine = Engine(model, ds_config=settings.engine, optimizer=build_optimizer(model, settings.optimizer))
