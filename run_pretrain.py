@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from recipe.checkpoint.errors import CheckpointError
 from recipe.launch.start import (
     check_world_size,
-    compute_capability,
     local_rank_from,
     rank_from,
     read_world,
@@ -19,7 +18,6 @@ from recipe.launch.start import (
     stop_ranks,
 )
 from recipe.settings.arguments import parse_arguments
-from recipe.settings.ds_config import WorldInfo, load_ds_config, resolve_config
 from recipe.settings.model import read_model, sizes_of
 from recipe.stop import STOPPED
 
@@ -78,23 +76,9 @@ def read_request(argv: Sequence[str] | None) -> "Request":
     check_world_size(world, expected=arguments.expect_world_size)
     model = read_model(arguments)
 
-    from recipe.prepare import Request, request_faults
+    from recipe.prepare import request_faults, settle_request
 
-    settings = resolve_config(
-        arguments,
-        ds_config=load_ds_config(arguments.ds_config),
-        ranks=WorldInfo(
-            world_size=world.world_size,
-            local_world_size=world.local_world_size,
-            device=world.device,
-            compute_capability=compute_capability(world),
-        ),
-        sizes=sizes_of(model.kwargs),
-        attention_dropout=model.kwargs.get("attention_dropout", 0.0),
-        extra_faults=request_faults(arguments, model.kwargs),
-        extra_notes=model.notes,
-    )
-    return Request(arguments, settings, model.kwargs, world)
+    return settle_request(arguments, world=world, model=model, faults=request_faults(arguments, model.kwargs))
 
 
 def join_ranks(request: "Request", say: Say) -> None:

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from recipe.launch.wait import wait_for_all
+
 STAYING = "gmoe"  # prefix of a cluster made by `up`
 PASSING = "gmoe-run"  # prefix, with the process id behind it, of one made by `run`
 SUBNET = "10.77.0"
@@ -138,27 +140,12 @@ def run(cluster: Cluster | None, command: Sequence[str], *, num_ranks: int) -> i
             pin = ["taskset", "-c", str(cores[rank % len(cores)])]
             variables = os.environ | _variables(rank, num_ranks, on_loopback=cluster is None)
             processes.append(subprocess.Popen([*inside, *pin, *command], env=variables, start_new_session=True))
-        return _wait(processes)
+        return wait_for_all(processes)
     finally:
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended well, or one has not."""
-    waiting = list(processes)
-    while waiting:
-        for process in list(waiting):
-            try:
-                code = process.wait(timeout=0.05)
-            except subprocess.TimeoutExpired:
-                continue
-            waiting.remove(process)
-            if code:
-                return code if code > 0 else 1
-    return 0
 
 
 def _variables(rank: int, num_ranks: int, *, on_loopback: bool) -> dict[str, str]:

@@ -20,11 +20,12 @@ from recipe.sweep.command import COMMANDS as SWEEP
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gather-moe", description="Tools around gather-moe training runs.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    words = list(sys.argv[1:] if argv is None else argv)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        command.add_arguments(subparser)
+        if command.name in words:  # the others need not load what their flags are made of
+            command.add_arguments(subparser)
         subparser.set_defaults(command=command)
-    words = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(words)
     arguments.behind = words[words.index("--") + 1 :] if "--" in words else None
     command = arguments.command

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -27,13 +27,13 @@ from recipe.hf.config import choose_type
 from recipe.hf.download import fetch_model
 from recipe.hf.load import ExpertNoise, load_weights
 from recipe.hf.upload import claim_repository
-from recipe.launch.start import World
+from recipe.launch.start import World, compute_capability
 from recipe.ranks import Ranks
 from recipe.records import tensorboard_faults
 from recipe.run import Run, describe_parameters
-from recipe.settings.ds_config import ResolvedConfig
+from recipe.settings.ds_config import ResolvedConfig, WorldInfo, load_ds_config, resolve_config
 from recipe.settings.flags import Arguments
-from recipe.settings.model import read_model, run_options
+from recipe.settings.model import ModelSettings, read_model, run_options, sizes_of
 from recipe.settings.model_source import HubModel, is_on_hub
 from recipe.settings.schedule import settle_schedule
 
@@ -48,6 +48,25 @@ class Request(NamedTuple):
     settings: ResolvedConfig
     model: Mapping[str, Any]  # keyword arguments of GatherMoeConfig
     world: World
+
+
+def settle_request(arguments: Arguments, *, world: World, model: ModelSettings, faults: Sequence[str] = ()) -> Request:
+    """Settle flags, DeepSpeed JSON and model for the ranks there are; ValueError lists `faults` with its own."""
+    settings = resolve_config(
+        arguments,
+        ds_config=load_ds_config(arguments.ds_config),
+        ranks=WorldInfo(
+            world_size=world.world_size,
+            local_world_size=world.local_world_size,
+            device=world.device,
+            compute_capability=compute_capability(world),
+        ),
+        sizes=sizes_of(model.kwargs),
+        attention_dropout=model.kwargs.get("attention_dropout", 0.0),
+        extra_faults=faults,
+        extra_notes=model.notes,
+    )
+    return Request(arguments, settings, model.kwargs, world)
 
 
 def quieten_libraries(*, is_first: bool) -> None:
@@ -134,13 +153,18 @@ def prepare_engine(run: Run) -> Engine:
                 f"deviation {arguments.upcycle_noise_std}; the routers are fresh"
             )
     freeze_parameters(model, arguments.freeze_parameters)
+    run.say(describe_parameters(model, run.config))
+    return start_engine(model, arguments=arguments, settings=run.settings, device=run.world.device)
+
+
+def start_engine(model: GatherMoeForCausalLM, *, arguments: Arguments, settings: ResolvedConfig, device: str) -> Engine:
+    """Hand a model that has its weights to DeepSpeed, as a run with these settings does. Collective."""
     if arguments.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    model.to(device=torch.device(run.world.device))  # type: ignore[call-arg]
-    run.say(describe_parameters(model, run.config))
-    optimizer = build_optimizer(model, run.settings.optimizer)
-    engine = Engine(model, ds_config=run.settings.engine, optimizer=optimizer, seed=arguments.seed)
-    if run.settings.parallel.cuda_graph:
+    model.to(device=torch.device(device))  # type: ignore[call-arg]
+    optimizer = build_optimizer(model, settings.optimizer)
+    engine = Engine(model, ds_config=settings.engine, optimizer=optimizer, seed=arguments.seed)
+    if settings.parallel.cuda_graph:
         install_graphs(engine.model, capture=CudaCapture())
     return engine
 

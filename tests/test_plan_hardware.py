@@ -9,9 +9,10 @@ import pytest
 
 from recipe.flops import table_peak
 from recipe.plan.hardware import find_hardware
-from recipe.plan.hardware_file import FORMAT, read_hardware, write_hardware
+from recipe.plan.hardware_file import FORMAT, hardware_as_json, read_hardware
 from recipe.plan.hardware_table import ALIASES, SHEETS, known_names
 from recipe.plan.rates import ATTENTION_BACKWARD_FLOPS, Rates
+from recipe.records import write_json
 from tests.plan_hardware import flat_hardware
 
 NUMBERS = ("memory_bytes", "peak_flops_per_s", "memory_bytes_per_s", "ranks_per_node", "intra", "inter", "launch_s")
@@ -68,14 +69,14 @@ def test_hardware_of_another_device_is_refused() -> None:
 
 def test_a_file_brings_back_what_was_measured(tmp_path: Path) -> None:
     hardware, path = flat_hardware(rate=2e9), tmp_path / "hardware.json"
-    write_hardware(path, hardware=hardware, machine={"cores": 2})
+    write_json(path, hardware_as_json(hardware, machine={"cores": 2}))
     assert find_hardware(str(path)) == hardware
     assert json.loads(path.read_text())["machine"] == {"cores": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["hardware.json"]
 
 
 def _edited(path: Path, edit: Any) -> Path:
-    write_hardware(path, hardware=flat_hardware(), machine={})
+    write_json(path, hardware_as_json(flat_hardware(), machine={}))
     whole = json.loads(path.read_text())
     edit(whole)
     path.write_text(json.dumps(whole))

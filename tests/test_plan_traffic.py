@@ -9,7 +9,7 @@ import pytest
 from recipe.plan.job import Job
 from recipe.plan.sent import Sent
 from recipe.plan.traffic import planned_traffic
-from recipe.plan.zero3_fetches import Module, Thresholds, Way, gathers_of_a_micro_batch, persistent
+from recipe.plan.zero3_fetches import Module, Thresholds, Way, fetches_of_a_micro_batch, gathers_of, persistent
 from tests.traffic_jobs import small_job
 
 TINY = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32}
@@ -145,19 +145,19 @@ NOTHING_AHEAD = Thresholds(prefetch=0, max_live=10**9, max_reuse=0, persistence=
 
 
 def test_without_any_foresight_a_parameter_is_gathered_for_each_use() -> None:
-    gathers = gathers_of_a_micro_batch(MODULES, NOTHING_AHEAD)
+    gathers = gathers_of(fetches_of_a_micro_batch(MODULES, NOTHING_AHEAD))
     forward = [("e",), ("a", "small"), ("b",), ("n",), ("h",)]
     assert gathers == [*forward, *reversed(forward)]
 
 
 def test_what_is_used_again_soon_is_kept() -> None:
     """After the norm and the head, 11 numbers, a block finds itself inside of the whole model, whose backward comes."""
-    gathers = gathers_of_a_micro_batch(MODULES, NOTHING_AHEAD._replace(max_reuse=12))
+    gathers = gathers_of(fetches_of_a_micro_batch(MODULES, NOTHING_AHEAD._replace(max_reuse=12)))
     assert gathers == [("e",), ("a", "small"), ("b",), ("n",), ("h",), ("n",), ("a", "small"), ("e",)]
 
 
 def test_fetching_ahead_joins_gathers_and_drops_nothing_that_it_counted_with() -> None:
-    gathers = gathers_of_a_micro_batch(MODULES, NOTHING_AHEAD._replace(prefetch=10**6))
+    gathers = gathers_of(fetches_of_a_micro_batch(MODULES, NOTHING_AHEAD._replace(prefetch=10**6)))
     assert gathers == [("e", "a", "small", "b", "n", "h")]
 
 
@@ -166,7 +166,7 @@ def test_every_output_of_the_decoder_asks_for_it() -> None:
     one_by_one = NOTHING_AHEAD._replace(prefetch=1)
     last = Module("block 2", dict.fromkeys("abcdefgh", 100), is_block=True)
     modules = [Module("embedding", {"i": 10}), last, Module("norm", {"n": 1}), Module("head", {"o": 10})]
-    backward = [gathers_of_a_micro_batch(modules, one_by_one, way=Way(number))[-4:] for number in (1, 3)]
+    backward = [gathers_of(fetches_of_a_micro_batch(modules, one_by_one, way=Way(number)))[-4:] for number in (1, 3)]
     assert backward == [
         [("c",), ("d",), ("e", "f", "g", "h"), ("i",)],
         [("e",), ("f",), ("g", "h"), ("i",)],
@@ -176,14 +176,17 @@ def test_every_output_of_the_decoder_asks_for_it() -> None:
 def test_what_is_dropped_was_decided_before_the_first_optimizer_step() -> None:
     """Then small parameters were yet to be gathered, so that less was gathered ahead and nothing counted with."""
     thresholds = NOTHING_AHEAD._replace(persistence=10, prefetch=1)
-    gathers = [gathers_of_a_micro_batch(MODULES, thresholds, way=Way(1, accumulates)) for accumulates in (False, True)]
+    gathers = [
+        gathers_of(fetches_of_a_micro_batch(MODULES, thresholds, way=Way(1, accumulates)))
+        for accumulates in (False, True)
+    ]
     assert gathers == [[("a",), ("b",)], [("a",), ("b",), ("b",), ("a",)]]
 
 
 def test_small_parameters_stay_as_long_as_all_of_them_have_room() -> None:
     thresholds = NOTHING_AHEAD._replace(persistence=10, model_persistence=12)
     assert persistent(MODULES, thresholds) == {"e": 10, "small": 1, "n": 1}
-    names = [name for gather in gathers_of_a_micro_batch(MODULES, thresholds) for name in gather]
+    names = [name for gather in gathers_of(fetches_of_a_micro_batch(MODULES, thresholds)) for name in gather]
     assert sorted(names) == ["a", "a", "b", "b", "h", "h"]
 
 

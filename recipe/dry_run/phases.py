@@ -15,6 +15,7 @@ from modeling.moe import GatherMoeMlp
 from recipe.dry_run.live_memory import LiveMemory
 
 FORWARD, HEAD, BETWEEN = "forward", "head", "backward of other blocks"
+BLOCK_KINDS = {"MoE": False, "dense": True}  # whether one of that kind is dense
 # The backward's own sums are made by no code that could be named.
 RENAMED = {"buffers": "activations", "other": "activations"}
 
@@ -29,10 +30,10 @@ class PhasePeaks:
         self._found: dict[str, Counter[str]] = {}
         self._hooks = [model.lm_head.register_forward_pre_hook(lambda *_: self._enter(HEAD))]
         self._alone: list[str] = []
-        for kind, is_dense in (("MoE", False), ("dense", True)):
+        for kind, is_dense in BLOCK_KINDS.items():
             blocks = [layer for layer in model.model.layers if isinstance(layer.mlp, GatherMoeMlp) is is_dense]
             for block in blocks:
-                phase = _name("last", kind) if block is blocks[-1] else _name("first", kind)
+                phase = block_phase("last", kind) if block is blocks[-1] else block_phase("first", kind)
                 self._watch(block, phase if block in (blocks[0], blocks[-1]) else BETWEEN)
             if len(blocks) == 1:
                 self._alone.append(kind)
@@ -42,7 +43,7 @@ class PhasePeaks:
         for hook in self._hooks:
             hook.remove()
         for kind in self._alone:  # the last one and the first
-            self._found[_name("first", kind)] = self._found[_name("last", kind)]
+            self._found[block_phase("first", kind)] = self._found[block_phase("last", kind)]
         return self._found
 
     def _watch(self, block: nn.Module, phase: str) -> None:
@@ -67,5 +68,6 @@ class PhasePeaks:
         self._memory.restart()
 
 
-def _name(which: str, kind: str) -> str:
+def block_phase(which: str, kind: str) -> str:
+    """The backward of the "first" or the "last" block of a kind."""
     return f"backward of the {which} {kind} block"

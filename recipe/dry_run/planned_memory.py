@@ -6,7 +6,7 @@ from dataclasses import replace
 from modeling.layout import ModelSizes
 from recipe.dry_run.found import ComparedMemory, DryRun
 from recipe.dry_run.model_trace import on_cpu
-from recipe.dry_run.phases import HEAD
+from recipe.dry_run.phases import BLOCK_KINDS, HEAD, block_phase
 from recipe.plan.job import Job
 from recipe.plan.memory import Moment, moments
 
@@ -25,13 +25,11 @@ def _in_part(part: str, all_moments: Sequence[Moment], *, sizes: ModelSizes) -> 
     """Moments of the part of a micro-batch that phases.py calls so; of all parts where none is named so."""
     of_micro_batch = [m for m in all_moments if m.name == "loss" or m.name.startswith("backward of layer ")]
     starts = ["loss"] if part == HEAD else []
-    for kind, is_dense in (("MoE", False), ("dense", True)):
+    for kind, is_dense in BLOCK_KINDS.items():
         layers = [i + 1 for i in range(sizes.num_hidden_layers) if (i in sizes.dense_layers) is is_dense]
         if layers:
             ends = {"first": layers[0], "last": layers[-1]}
-            starts += [
-                f"backward of layer {n}," for end, n in ends.items() if part == f"backward of the {end} {kind} block"
-            ]
+            starts += [f"backward of layer {n}," for end, n in ends.items() if part == block_phase(end, kind)]
     return [m for m in of_micro_batch if m.name.startswith(tuple(starts))] or of_micro_batch
 
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from recipe.argument_types import at_least_one
 from recipe.command import Command
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    from recipe.plan.flags import add_model_flags, add_plan_flags, add_world_flags, at_least_one, layout_words
+    from recipe.plan.flags import add_model_flags, add_plan_flags, add_world_flags, layout_words
 
     add_model_flags(parser)
     add_world_flags(parser)

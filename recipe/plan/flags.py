@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from modeling.layout import STRATEGIES, divisors
+from recipe.argument_types import at_least_even, at_least_one, at_least_two
 from recipe.plan.hardware import Hardware
 from recipe.plan.job import ELEMENT_BYTES, Job, job_of
 from recipe.plan.space import PlanRequest, alone_faults
@@ -234,21 +235,6 @@ def read_plan_request(flags: argparse.Namespace, *, hardware: Hardware) -> PlanS
     return PlanSettings(request, {key: value for key, value in names.items() if value}, tuple(notes))
 
 
-def whole_number(text: str, *, least: int) -> int:
-    """For argparse, whose message names the flag."""
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{number} is too small; the least is {least}")
-    return number
-
-
-def at_least_one(text: str) -> int:
-    return whole_number(text, least=1)
-
-
 def layout_words(text: str) -> dict[str, Any]:
     """`tp=4,ep=4,strategy=gather_tokens` as a mapping; the last two may be left out."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
@@ -259,17 +245,3 @@ def layout_words(text: str) -> dict[str, Any]:
     if found.get("strategy", PLANNED[0]) not in PLANNED:
         raise argparse.ArgumentTypeError(f"strategy={found['strategy']} is not one of {', '.join(PLANNED)}")
     return found
-
-
-def at_least_two(text: str) -> int:
-    return whole_number(text, least=2)
-
-
-def at_least_even(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 1 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{number} is no ratio of the most to the mean; the least is 1")
-    return number

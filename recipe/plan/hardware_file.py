@@ -1,7 +1,6 @@
-"""What a probe measured, as a JSON file: written whole, read strictly."""
+"""What a probe measured, as the content of a JSON file, which is read strictly."""
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
@@ -29,12 +28,9 @@ AGAIN = "measure again with `gather-moe probe`"
 Made = TypeVar("Made")
 
 
-def write_hardware(path: Path, *, hardware: Hardware, machine: Mapping[str, Any]) -> None:
-    """Replace the file at once; `machine` says where and how it was measured, for people."""
-    whole = {"format": FORMAT, "machine": dict(machine), "hardware": asdict(hardware)}
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(whole, indent=1) + "\n")
-    draft.replace(path)
+def hardware_as_json(hardware: Hardware, *, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a file; `machine` says where and how it was measured, for people."""
+    return {"format": FORMAT, "machine": dict(machine), "hardware": asdict(hardware)}
 
 
 def read_hardware(path: Path) -> Hardware:

@@ -83,20 +83,22 @@ def outer_shapes(sizes: ModelSizes) -> Shapes:
     return {"model.embed_tokens.weight": table, "model.norm.weight": (sizes.hidden_size,), **head}
 
 
+def held_numbers(shapes: Shapes, *, sizes: ModelSizes, layout: ParallelLayout) -> dict[str, int]:
+    """What a rank holds of parameters of these whole shapes; the first of a group holds no less than any other."""
+    table = ShardTable(layout, sizes.num_key_value_heads, sizes.qk_norm)
+    # A layer's names are those inside of it; the table's rules look for what comes before, too.
+    return {name: prod(table.shard(f".{name}", shape, group_rank=0).shape) for name, shape in shapes.items()}
+
+
 @lru_cache(maxsize=256)
 def rank_parameters(sizes: ModelSizes, layout: ParallelLayout) -> RankParameters:
-    """Counted once for every model and layout; the first rank of a group holds no less than any other."""
-    table = ShardTable(layout, sizes.num_key_value_heads, sizes.qk_norm)
-
-    def held(shapes: Shapes, prefix: str = "") -> dict[str, int]:
-        return {name: prod(table.shard(prefix + name, s, group_rank=0).shape) for name, s in shapes.items()}
-
+    """Counted once for every model and layout."""
     moe, dense = (
-        held(layer_shapes(sizes, is_dense=is_dense), "model.layers.0.") if number else {}
+        held_numbers(layer_shapes(sizes, is_dense=is_dense), sizes=sizes, layout=layout) if number else {}
         for is_dense, number in ((False, sizes.num_moe_layers), (True, len(sizes.dense_layers)))
     )
     layer = moe | dense
-    outer = held(outer_shapes(sizes))
+    outer = held_numbers(outer_shapes(sizes), sizes=sizes, layout=layout)
 
     def parts(*names: str) -> int:
         return sum(number for name, number in layer.items() if any(part in name for part in names))

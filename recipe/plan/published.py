@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import comb
 from typing import NamedTuple
 
+from modeling.cost import MATRICES
 from modeling.layout import ParallelLayout
 from recipe.flops import count_parameters, model_flops_per_token
 from recipe.plan.compute_time import attention_times, expert_times, head_times, router_times
@@ -245,7 +246,7 @@ def _block_by_block(
 def _owned(what: Description) -> Iterator[tuple[float, int]]:
     """Parameters that a rank computes with, and over how many ranks their states are spread: dense, then experts'."""
     sizes = _expert_job(what).sizes
-    experts = sizes.num_moe_layers * 3 * sizes.num_experts * sizes.moe_intermediate_size * sizes.hidden_size
+    experts = sizes.num_moe_layers * MATRICES * sizes.num_experts * sizes.moe_intermediate_size * sizes.hidden_size
     dense = count_parameters(sizes).total - experts
     yield dense / what.tp / what.pp, what.num_gpus // what.tp // what.pp
     yield experts / what.ep / what.pp, what.num_gpus // what.ep // what.pp

@@ -101,11 +101,8 @@ def fetches_of_a_micro_batch(modules: Sequence[Module], thresholds: Thresholds, 
     return play.fetches()
 
 
-def gathers_of_a_micro_batch(
-    modules: Sequence[Module], thresholds: Thresholds, *, way: Way = ONCE
-) -> list[tuple[str, ...]]:
+def gathers_of(fetches: Sequence[Fetch]) -> list[tuple[str, ...]]:
     """For each gather the names of the parameters in it."""
-    fetches = fetches_of_a_micro_batch(modules, thresholds, way=way)
     return [names for fetch in fetches for names in (fetch.missing, fetch.ahead) if names]
 
 

@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 from modeling.layout import ModelSizes, ParallelLayout
-from modeling.shard_table import ShardTable
 from recipe.plan.job import Job
-from recipe.plan.parameters import layer_shapes, outer_shapes
+from recipe.plan.parameters import held_numbers, layer_shapes, outer_shapes
 from recipe.plan.sent import Sent, ring_bytes
-from recipe.plan.zero3_fetches import Fetch, Module, Thresholds, Way, fetches_of_a_micro_batch, persistent
+from recipe.plan.zero3_fetches import Fetch, Module, Thresholds, Way, fetches_of_a_micro_batch, gathers_of, persistent
 from recipe.plan.zero_defaults import PLAIN_BUCKET, zero_number
 
 SUM_BYTES = 4  # gradients travel in float32, in either precision
@@ -43,16 +41,11 @@ def zero_traffic(job: Job) -> Iterator[Sent]:
 @lru_cache(maxsize=64)
 def held_modules(sizes: ModelSizes, layout: ParallelLayout) -> tuple[Module, ...]:
     """What each rank of a group holds: the embedding, every block, the last norm, the head, as they run."""
-    table = ShardTable(layout, sizes.num_key_value_heads, sizes.qk_norm)
-
-    def held(name: str, shape: tuple[int, ...]) -> int:
-        return prod(table.shard(name, shape, group_rank=0).shape)
-
-    outer = {name: held(name, shape) for name, shape in outer_shapes(sizes).items()}
+    outer = held_numbers(outer_shapes(sizes), sizes=sizes, layout=layout)
     embedding, norm = "model.embed_tokens.weight", "model.norm.weight"
     head = "lm_head.weight" if "lm_head.weight" in outer else embedding  # tied: the same parameter
     kinds = {
-        dense: {name: held(f".{name}", shape) for name, shape in layer_shapes(sizes, is_dense=dense).items()}
+        dense: held_numbers(layer_shapes(sizes, is_dense=dense), sizes=sizes, layout=layout)
         for dense in {i in sizes.dense_layers for i in range(sizes.num_hidden_layers)}
     }
     blocks = []
@@ -130,8 +123,7 @@ def _sharded(job: Job) -> Iterator[Sent]:
     """Stage 3: in every micro-batch weights gathered and gradients scattered; at its end what stays is gathered."""
     dp, thresholds, modules = job.layout.dp, Thresholds.of(job.zero), held_modules(job.sizes, job.layout)
     padded = {name: -(-numel // dp) * dp for module in modules for name, numel in module.parameters.items()}
-    fetches = held_fetches(job.sizes, job.layout, thresholds, way=way_of(job))
-    gathers = [names for fetch in fetches for names in (fetch.missing, fetch.ahead) if names]
+    gathers = gathers_of(held_fetches(job.sizes, job.layout, thresholds, way=way_of(job)))
     kept = persistent(modules, thresholds)
     numbers = job.accumulation * sum(padded[name] for gather in gathers for name in gather)
     numbers += sum(padded[name] for name in kept)

@@ -50,8 +50,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace) -> int:
     from recipe.launch.start import read_world, start_ranks, stop_ranks
-    from recipe.plan.hardware_file import write_hardware
+    from recipe.plan.hardware_file import hardware_as_json
     from recipe.probe.measure import ProbeOptions, machine_facts, measure_machine
+    from recipe.records import write_json
 
     world = read_world(os.environ)
     say = partial(print, file=sys.stderr, flush=True)
@@ -61,7 +62,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         hardware, readings = measure_machine(world, options)
         if world.rank == 0:
             machine = {**machine_facts(world), "quartiles_s": readings}
-            write_hardware(arguments.out, hardware=hardware, machine=machine)
+            write_json(arguments.out, hardware_as_json(hardware, machine=machine))
             if world.world_size == 1:
                 say("one rank was measured and no link; `gather-moe probe --ranks N` measures what N ranks share")
             print(f"wrote {arguments.out}; plan with it: gather-moe plan --gpu {arguments.out} ...")

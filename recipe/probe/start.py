@@ -4,10 +4,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-POLL_S = 0.05
+from recipe.launch.wait import wait_for_all
 
 
 def start_processes(num_ranks: int, *, words: Sequence[str]) -> int:
@@ -31,7 +30,7 @@ def start_processes(num_ranks: int, *, words: Sequence[str]) -> int:
                     preexec_fn=lambda mine=mine: os.sched_setaffinity(0, mine),  # type: ignore[misc]
                 )
             )
-        return _wait(processes)
+        return wait_for_all(processes)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -42,18 +41,6 @@ def start_processes(num_ranks: int, *, words: Sequence[str]) -> int:
 def is_rank(environ: os._Environ[str]) -> bool:
     """Whether a launcher has told this process which rank it is."""
     return bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    waiting = list(processes)
-    while waiting:
-        for process in list(waiting):
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(timeout=POLL_S)
-                waiting.remove(process)
-                if code:
-                    return code if code > 0 else 1
-    return 0
 
 
 def _variables(rank: int, *, num_ranks: int, num_threads: int) -> dict[str, str]:

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from recipe.argument_types import at_least_one
 from recipe.command import Command
-from recipe.plan.flags import at_least_one
 
 NUM_STEPS = 3
 

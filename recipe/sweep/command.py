@@ -7,11 +7,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from recipe.argument_types import at_least_one
 from recipe.command import Command
 
 
 def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    from recipe.plan.flags import add_model_flags, add_plan_flags, add_world_flags, at_least_one
+    from recipe.plan.flags import add_model_flags, add_plan_flags, add_world_flags
 
     add_model_flags(parser)
     add_world_flags(parser)

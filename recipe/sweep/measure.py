@@ -20,12 +20,10 @@ from modeling.build import build_model
 from modeling.mesh import build_mesh
 from recipe.data.batches import MicroBatch
 from recipe.dry_run.live_memory import LiveMemory
-from recipe.engine import Engine, build_optimizer
-from recipe.graphs import CudaCapture, install_graphs
-from recipe.launch.start import World, check_world_size, compute_capability, read_world, start_ranks, stop_ranks
-from recipe.prepare import Request, choose_threads, model_config, quieten_libraries
+from recipe.engine import Engine
+from recipe.launch.start import World, check_world_size, read_world, start_ranks, stop_ranks
+from recipe.prepare import Request, choose_threads, model_config, quieten_libraries, settle_request, start_engine
 from recipe.settings.arguments import parse_arguments
-from recipe.settings.ds_config import WorldInfo, load_ds_config, resolve_config
 from recipe.settings.model import read_model, sizes_of
 
 WARM_UP_STEPS = 2  # the first makes the optimizer's states and loads kernels
@@ -50,14 +48,7 @@ def _make_engine(request: Request) -> Engine:
     config = model_config(arguments, settings=settings, model=request.model)
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
     model = build_model(config, mesh=mesh, seed=arguments.seed)
-    if arguments.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    model.to(device=torch.device(request.world.device))  # type: ignore[call-arg]
-    optimizer = build_optimizer(model, settings.optimizer)
-    engine = Engine(model, ds_config=settings.engine, optimizer=optimizer, seed=arguments.seed)
-    if settings.parallel.cuda_graph:
-        install_graphs(engine.model, capture=CudaCapture())
-    return engine
+    return start_engine(model, arguments=arguments, settings=settings, device=request.world.device)
 
 
 def _timed_step(engine: Engine, request: Request) -> float:
@@ -110,20 +101,7 @@ def read_run(file: Path, *, world: World) -> Request:
     """What `run_pretrain.py --ds_config FILE` would settle; nothing is asked about data."""
     arguments = parse_arguments([f"--ds_config={file}"])
     check_world_size(world, expected=arguments.expect_world_size)
-    model = read_model(arguments).kwargs
-    settings = resolve_config(
-        arguments,
-        ds_config=load_ds_config(str(file)),
-        ranks=WorldInfo(
-            world_size=world.world_size,
-            local_world_size=world.local_world_size,
-            device=world.device,
-            compute_capability=compute_capability(world),
-        ),
-        sizes=sizes_of(model),
-        attention_dropout=model.get("attention_dropout", 0.0),
-    )
-    return Request(arguments, settings, model, world)
+    return settle_request(arguments, world=world, model=read_model(arguments))
 
 
 def measure_run(file: Path, *, num_steps: int, out: Path) -> int:

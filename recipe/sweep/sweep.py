@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from recipe.plan.search import Found
 from recipe.plan.units import duration, size
 from recipe.plan.write import run_config, write_config
+from recipe.records import write_json
 from recipe.sweep.start import Outcome, Setting, run_plan
 
 RESULTS = "sweep.json"
@@ -67,7 +68,7 @@ def run_sweep(entries: Sequence[Entry], *, setting: Setting, folder: Path, say: 
             say(f"{number}/{len(entries)}  {entry.name}: was run before")
         rows.append(Row(entry, outcome))
         say(f"      {outcome.error or f'measured {duration(outcome.step_s or 0.0)}'}")
-        _write_results(folder / RESULTS, content=results_as_json(rows, setting=setting, others=before.values()))
+        write_json(folder / RESULTS, results_as_json(rows, setting=setting, others=before.values()))
     return rows
 
 
@@ -138,10 +139,3 @@ def _read_results(path: Path, *, setting: Setting) -> dict[str, dict[str, Any]]:
             f"{setting.device} with {setting.num_steps}; choose another --out"
         )
     return found
-
-
-def _write_results(path: Path, *, content: Mapping[str, Any]) -> None:
-    """Replaced at once, so that a sweep that is stopped leaves a whole file."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    draft.replace(path)
