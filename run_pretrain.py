@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipe.checkpoint.errors import CheckpointError
 from recipe.launch.start import (
     check_world_size,
     local_rank_from,
@@ -17,16 +16,17 @@ from recipe.launch.start import (
     start_ranks,
     stop_ranks,
 )
+from recipe.launch.stop import STOPPED
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
-from recipe.stop import STOPPED
+from recipe.shared.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from recipe.loop import TrainingLoop
-    from recipe.prepare import Request
-    from recipe.results import TrainResults
+    from recipe.train.loop import TrainingLoop
+    from recipe.train.prepare import Request
+    from recipe.train.results import TrainResults
 
-USER_ERROR = 2  # exit code of a mistake in the settings; those of checkpoints are in recipe/checkpoint/errors.py
+USER_ERROR = 2  # exit code of a mistake in the settings; those of checkpoints are in recipe/shared/errors.py
 GRACE_S = 15.0
 
 Say = Callable[[str], None]
@@ -76,14 +76,14 @@ def read_request(argv: Sequence[str] | None) -> "Request":
     check_world_size(world, expected=arguments.expect_world_size)
     model = read_model(arguments)
 
-    from recipe.prepare import request_faults, settle_request
+    from recipe.train.prepare import request_faults, settle_request
 
     return settle_request(arguments, world=world, model=model, faults=request_faults(arguments, model.kwargs))
 
 
 def join_ranks(request: "Request", say: Say) -> None:
     """Make this process fit to be one of the ranks, and meet the others."""
-    from recipe.prepare import choose_threads, quieten_libraries
+    from recipe.train.prepare import choose_threads, quieten_libraries
 
     quieten_libraries(is_first=request.world.rank == 0)
     choose_threads(request)
@@ -97,12 +97,12 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     from modeling.mesh import build_mesh
     from recipe.checkpoint.find import find_checkpoint
     from recipe.checkpoint.run_folder import claim_run_folder
-    from recipe.disk_room import check_disk_room
-    from recipe.loop import TrainingLoop
-    from recipe.prepare import prepare_engine, prepare_run
-    from recipe.ranks import TorchRanks
-    from recipe.records import write_json
-    from recipe.run import describe_run
+    from recipe.shared.ranks import TorchRanks
+    from recipe.train.disk_room import check_disk_room
+    from recipe.train.loop import TrainingLoop
+    from recipe.train.prepare import prepare_engine, prepare_run
+    from recipe.train.records import write_json
+    from recipe.train.run import describe_run
 
     arguments, settings = request.arguments, request.settings
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
@@ -126,8 +126,8 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
 def report(results: "TrainResults", loop: "TrainingLoop") -> None:
     """The last lines: how good the model is, against what, and the one line that opens it."""
     from recipe.hf.export import opening_code
-    from recipe.records import write_json
-    from recipe.results import results_dict
+    from recipe.train.records import write_json
+    from recipe.train.results import results_dict
 
     run = loop.run
     write_json(run.folder.path / "train_results.json", results_dict(results, run))

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import psutil
 
-from recipe.checkpoint import errors
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.folders import LATEST, list_checkpoints, step_in_name
 from recipe.checkpoint.manifest import MANIFEST_NAME
-from recipe.ranks import OneRank
-from recipe.stop import STOPPED
+from recipe.launch.stop import STOPPED
+from recipe.shared import errors
+from recipe.shared.ranks import OneRank
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 60.0  # a run that was told to stop, or whose peer died, must be gone by then

@@ -19,7 +19,7 @@ from modeling.config import GatherMoeConfig
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh, one_rank_mesh
 from modeling.triton_products import rows_times_weights, rows_times_weights_back, weight_gradient
-from recipe.flops import find_peak, model_flops_per_token
+from recipe.shared.flops import find_peak, model_flops_per_token
 
 SMALL: dict[str, Any] = {
     "vocab_size": 8192,

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from gpu_cases import LARGE, SMALL, TORCH, TRITON, Bench, Case, Row, cases
 
-from recipe.graphs import CudaCapture, install_graphs
+from recipe.engine.graphs import CudaCapture, install_graphs
 
 
 def main(argv: Sequence[str] | None = None) -> int:

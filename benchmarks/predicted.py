@@ -226,8 +226,8 @@ def start(case: Case, *, num_steps: int, tiny: bool) -> Any:
     from modeling.mesh import build_mesh
     from recipe.data.batches import MicroBatch
     from recipe.dry_run.model_trace import config_of
-    from recipe.engine import Engine, build_optimizer
-    from recipe.prepare import quieten_libraries
+    from recipe.engine.engine import Engine, build_optimizer
+    from recipe.train.prepare import quieten_libraries
 
     quieten_libraries(is_first=False)
     job, settings = settle(case, tiny=tiny)

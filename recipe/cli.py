@@ -7,14 +7,13 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
-from recipe.checkpoint.errors import CheckpointError
-from recipe.claims.command import COMMANDS as CLAIMS
-from recipe.command import Command
 from recipe.dry_run.command import COMMANDS as DRY_RUN
+from recipe.measure.probe_command import COMMANDS as PROBE
+from recipe.measure.sweep_command import COMMANDS as SWEEP
 from recipe.plan.command import COMMANDS as PLAN
-from recipe.probe.command import COMMANDS as PROBE
 from recipe.profile.command import COMMANDS as PROFILE
-from recipe.sweep.command import COMMANDS as SWEEP
+from recipe.shared.command import Command
+from recipe.shared.errors import CheckpointError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +72,7 @@ def _add_place_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _place_experts(arguments: argparse.Namespace) -> int:
     """Print how even the ranks' work could be; weights are only read where a folder is to be written."""
-    from recipe.place import describe, find_source, place_all, write_placed
+    from recipe.train.place import describe, find_source, place_all, write_placed
 
     source = find_source(arguments.source, counts_file=arguments.counts, num_ranks=arguments.ep)
     placements = place_all(source)
@@ -103,7 +102,7 @@ def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _inspect_checkpoint(arguments: argparse.Namespace) -> int:
     """Print what a checkpoint is; a broken one is described as far as it can be, and then is the error."""
-    from recipe.state.inspect_checkpoint import as_json, describe, inspect_path
+    from recipe.checkpoint.inspect_checkpoint import as_json, describe, inspect_path
 
     # DeepSpeed, whose classes its files may need, logs to the standard output.
     with redirect_stdout(sys.stderr):
@@ -127,7 +126,7 @@ def _add_reshard_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _reshard_checkpoint(arguments: argparse.Namespace) -> int:
     """Write whole tensors in place of DeepSpeed's files; needs no GPU, no ranks, and memory for a piece of a tensor."""
-    from recipe.state.reshard import reshard
+    from recipe.checkpoint.reshard import reshard
 
     say = partial(print, file=sys.stdout)
     with redirect_stdout(sys.stderr):  # as for inspect
@@ -167,7 +166,6 @@ COMMANDS = (
     *PROBE,
     *PROFILE,
     *SWEEP,
-    *CLAIMS,
 )
 
 

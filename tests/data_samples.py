@@ -12,7 +12,7 @@ from recipe.data.loader import LoaderOptions, StepLoader
 from recipe.data.options import DataOptions
 from recipe.data.packing import PackedBlocks
 from recipe.data.prepare import PreparedData, prepare_data
-from recipe.ranks import OneRank
+from recipe.shared.ranks import OneRank
 
 EOS_ID = 1
 BOS_ID = 2

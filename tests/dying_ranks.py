@@ -12,11 +12,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from recipe.checkpoint.agreement import on_first
 from recipe.checkpoint.commit import Save, write_checkpoint
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import find_checkpoint
 from recipe.checkpoint.folders import tidy
+from recipe.shared.agreement import on_first
 from tests.thread_ranks import AsksByGathering
 
 KEEP = 2

@@ -20,7 +20,7 @@ from recipe.checkpoint.commit import Save, write_checkpoint
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import Checkpoint, find_checkpoint, verify_checkpoint
 from recipe.checkpoint.folders import list_checkpoints, tidy
-from recipe.ranks import OneRank
+from recipe.shared.ranks import OneRank
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree"}
 

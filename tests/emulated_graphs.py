@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from recipe.graphs import Work
+from recipe.engine.graphs import Work
 
 
 class EmulatedCapture:

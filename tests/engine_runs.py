@@ -121,7 +121,7 @@ def start(
     prepare: Callable[[Any], None] = lambda model: None,
 ) -> Any:
     """Our engine on this rank; `prepare` sees the model before DeepSpeed does."""
-    from recipe.engine import Engine
+    from recipe.engine.engine import Engine
 
     config.router_aux_loss_coef, config.router_z_loss_coef = training.balance_coef, training.z_coef
     model = model_with(config, state, make_mesh(config, case))
@@ -222,7 +222,7 @@ def gradient_shards(engine: Any) -> Tensors:
 
 
 def weight_shards(engine: Any) -> Tensors:
-    from recipe.state.native import full_precision_shard
+    from recipe.checkpoint.native import full_precision_shard
 
     return {name: full_precision_shard(p).float().clone() for name, p in engine.model.named_parameters()}
 
@@ -311,9 +311,9 @@ def export(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, 
     """Write the weights that an engine was given as Hugging Face files; a function for `run_ranks`."""
     from modeling.hf_keys import stock_type
     from recipe.checkpoint.files import WriteNow, complete
+    from recipe.checkpoint.native import full_precision_shard
     from recipe.hf.weights import WeightSource, write_weights
-    from recipe.ranks import TorchRanks
-    from recipe.state.native import full_precision_shard
+    from recipe.shared.ranks import TorchRanks
 
     engine = start(config, state, case)
     source = WeightSource(engine.model, config, engine.mesh, full_precision_shard)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recipe.state.rank_files import Counters, Partition, Place, RankFile, rank_path, to_content
-from recipe.state.training_state import KINDS, MOMENTS, WEIGHT
+from recipe.checkpoint.rank_files import Counters, Partition, Place, RankFile, rank_path, to_content
+from recipe.checkpoint.training_state import KINDS, MOMENTS, WEIGHT
 from tests.states import MemoryState
 
 

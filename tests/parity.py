@@ -211,8 +211,8 @@ def start_engine(
     config: GatherMoeConfig, state: dict[str, Tensor], case: Case, *, frozen: tuple[str, ...] = (), **options: Any
 ) -> Any:
     """Our engine on this rank, holding its shards of `state`; `frozen` are patterns of parameters' names."""
-    from recipe.engine import Engine, build_optimizer, freeze_parameters
-    from recipe.settings.ds_training import OptimizerOptions
+    from recipe.engine.engine import Engine, build_optimizer, freeze_parameters
+    from recipe.settings.training import OptimizerOptions
 
     layout = ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)
     mesh = build_mesh(layout, num_key_value_heads=config.num_key_value_heads)
@@ -234,7 +234,7 @@ def our_run(rank: int, world_size: int, config: GatherMoeConfig, state: dict[str
     """Train under the engine; returns losses, norms, and this rank's shards of gradients and weights."""
     from deepspeed.utils import safe_get_full_grad
 
-    from recipe.state.native import full_precision_shard
+    from recipe.checkpoint.native import full_precision_shard
 
     torch.manual_seed(0)
     engine = start_engine(config, state, case)

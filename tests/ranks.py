@@ -27,7 +27,7 @@ CALLS_PER_POOL = 40
 PRELOAD = [
     *("torch", "torch.distributed", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "setuptools"),
     *("transformers", "transformers.models.qwen3_moe", "pytest", "psutil"),
-    *("recipe.prepare", "recipe.loop", "tests.parity", "tests.ranks"),
+    *("recipe.train.prepare", "recipe.train.loop", "tests.parity", "tests.ranks"),
 ]
 
 

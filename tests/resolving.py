@@ -7,7 +7,7 @@ import pytest
 
 from modeling.layout import ModelSizes
 from recipe.settings.arguments import parse_arguments
-from recipe.settings.ds_config import ResolvedConfig, WorldInfo, resolve_config
+from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
 
 TINY = ModelSizes(
     vocab_size=50,

@@ -38,7 +38,7 @@ def config_of(**changes: Any) -> GatherMoeConfig:
 
 
 def details_of(config: GatherMoeConfig, case: Case) -> dict[str, Any]:
-    """What recipe/run.py puts in the manifest, as far as files are read by it."""
+    """What recipe/train/run.py puts in the manifest, as far as files are read by it."""
     return {
         "dp": case.dp,
         "tp": case.tp,
@@ -63,8 +63,8 @@ def held_by(engine: Any) -> dict[str, Tensors]:
     """Copies of the float32 numbers, both moments, and the routers' biases; what the forward uses must agree."""
     import deepspeed
 
-    from recipe.state.native import link_moments, read_training_state
-    from recipe.state.training_state import KINDS
+    from recipe.checkpoint.native import link_moments, read_training_state
+    from recipe.checkpoint.training_state import KINDS
 
     link_moments(engine)
     parameters = dict(engine.model.named_parameters())
@@ -113,7 +113,7 @@ def go_on(engine: Any, config: GatherMoeConfig, case: Case) -> Outcome:
 def save(
     rank: int, world_size: int, folder: Path, config: GatherMoeConfig, case: Case, num_steps: int, options: Any
 ) -> Outcome:
-    from recipe.state.native import save_native
+    from recipe.checkpoint.native import save_native
 
     engine = start_engine(config, full_state(config), case, **options)
     train(engine, config, case, range(num_steps))
@@ -130,8 +130,8 @@ def merge(states: list[dict[str, Any]], *, dp_rank: int) -> dict[str, Any]:
 def resume(
     rank: int, world_size: int, checkpoint: Checkpoint, config: GatherMoeConfig, targets: list[Case], options: Any
 ) -> list[Outcome]:
-    from recipe.ranks import TorchRanks
-    from recipe.state.elastic import load_elastic
+    from recipe.checkpoint.elastic import load_elastic
+    from recipe.shared.ranks import TorchRanks
 
     outcomes = []
     for case in targets:

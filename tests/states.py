@@ -15,8 +15,8 @@ from modeling.mesh import one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.shard_table import Ranges
 from recipe.checkpoint.manifest import Manifest, file_sizes, record_file, write_manifest
-from recipe.state.training_state import KINDS, MOMENTS, WEIGHT, TrainingState, everything
-from recipe.state.whole import write_whole
+from recipe.checkpoint.training_state import KINDS, MOMENTS, WEIGHT, TrainingState, everything
+from recipe.checkpoint.whole import write_whole
 
 Tensors = dict[str, Tensor]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MAX_LINES = 400
+MAX_LINES = 600
 
 # From the ground up; a file imports only from floors below its own. A folder stands for the files in it.
 FLOORS: list[list[str]] = [
@@ -26,31 +26,29 @@ FLOORS: list[list[str]] = [
     ["modeling/places.py"],
     ["modeling/model.py", "modeling/init.py"],
     ["modeling/build.py", "modeling/__init__.py"],
-    [
-        *("recipe/__init__.py", "recipe/argument_types.py", "recipe/command.py", "recipe/scopes.py"),
-        *("recipe/ranks.py", "recipe/flops.py", "recipe/transformers_ep.py"),
-    ],
-    ["recipe/launch", "recipe/settings"],
-    ["recipe/data", "recipe/metrics.py", "recipe/stop.py", "recipe/plan"],
-    ["recipe/records.py"],
+    ["recipe/__init__.py"],
+    ["recipe/shared"],
+    ["recipe/launch"],
+    ["recipe/settings"],
+    ["recipe/data"],
+    ["recipe/engine"],
     ["recipe/checkpoint"],
-    ["recipe/engine.py", "recipe/graphs.py"],
-    ["recipe/state"],
     ["recipe/hf"],
-    ["recipe/run.py", "recipe/replicas.py", "recipe/place.py", "recipe/move_experts.py"],
-    ["recipe/adapters.py", "recipe/disk_room.py", "recipe/recording.py", "recipe/results.py"],
-    ["recipe/prepare.py", "recipe/loop.py"],
-    ["recipe/claims", "recipe/dry_run", "recipe/probe", "recipe/profile"],
-    ["recipe/sweep"],
+    ["recipe/train"],
+    ["recipe/plan"],
+    ["recipe/dry_run"],
+    ["recipe/profile"],
+    ["recipe/measure"],
     ["recipe/cli.py"],
     ["run_pretrain.py"],
 ]
 STANDARD_LIBRARY_ONLY = ["modeling/layout.py", "modeling/placement.py", "modeling/shard_table.py", "modeling/cost.py"]
 WITHOUT_TORCH = [
-    *("recipe/settings", "recipe/plan", "recipe/claims", "recipe/launch/hosts.py", "recipe/cli.py", "recipe/flops.py"),
-    *("recipe/dry_run/command.py", "recipe/probe/command.py", "recipe/profile/command.py", "recipe/sweep/command.py"),
+    *("recipe/settings", "recipe/plan", "recipe/launch/hosts.py", "recipe/cli.py", "recipe/shared/flops.py"),
+    *("recipe/dry_run/command.py", "recipe/profile/command.py"),
+    *("recipe/measure/probe_command.py", "recipe/measure/sweep_command.py"),
 ]
-IMPORTS_DEEPSPEED = {"recipe/engine.py", "recipe/state/native.py"}
+IMPORTS_DEEPSPEED = {"recipe/engine/engine.py", "recipe/checkpoint/native.py"}
 # Registers the Auto classes, so that code which travels with a checkpoint needs nothing else.
 ACTS_AT_IMPORT = {"modeling/model.py"}
 
@@ -170,7 +168,7 @@ def test_the_top_level_is_fixed() -> None:
     tops = {name.split("/")[0] for name in tracked}
     assert {top for top in tops if not top.startswith(".")} <= {
         *("pyproject.toml", "README.md", "recipe", "ds_configs", "modeling", "run_pretrain.py", "tests"),
-        *("benchmarks", "docs", "LICENSE", "CHANGELOG.md"),
+        *("benchmarks", "docs", "examples", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md"),
     }
 
 

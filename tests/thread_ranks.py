@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from recipe.ranks import Ranks
+from recipe.shared.ranks import Ranks
 
 WAIT_S = 10.0
 

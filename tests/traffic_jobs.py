@@ -5,7 +5,7 @@ from typing import Any
 
 from modeling.layout import ParallelLayout
 from recipe.plan.job import Job
-from recipe.settings.ds_wire import WireOptions
+from recipe.settings.execution import WireOptions
 
 WIRE = WireOptions(overlap=False, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto")
 MODEL: dict[str, Any] = {

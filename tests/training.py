@@ -60,9 +60,9 @@ def train_on_ranks(rank: int, world_size: int, flags: Flags) -> tuple[Any, list[
     The speed that MFU is relative to is made up: to measure it takes as long as a few steps of a small model do.
     """
     import run_pretrain
-    from recipe import loop as training_loop
-    from recipe.flops import Peak
-    from recipe.results import results_dict
+    from recipe.shared.flops import Peak
+    from recipe.train import loop as training_loop
+    from recipe.train.results import results_dict
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     said: list[str] = []

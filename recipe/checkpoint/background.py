@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
-from recipe.checkpoint.agreement import on_every
 from recipe.checkpoint.commit import (
     MEET_TIMEOUT_S,
     Save,
@@ -17,7 +16,8 @@ from recipe.checkpoint.commit import (
     write_checkpoint,
 )
 from recipe.checkpoint.files import WriteLater
-from recipe.ranks import Ranks, TorchRanks
+from recipe.shared.agreement import on_every
+from recipe.shared.ranks import Ranks, TorchRanks
 
 # How long a thread waits for its peers: a rank's files may take that long, and nobody else is held up.
 BACKGROUND_TIMEOUT = timedelta(hours=12)

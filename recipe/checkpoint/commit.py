@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.checkpoint.agreement import check_all_see, on_every, on_first
-from recipe.checkpoint.errors import CheckpointError, CheckpointWriteError, NotEnoughSpaceError
 from recipe.checkpoint.files import Files, WriteNow, complete
 from recipe.checkpoint.folders import (
     LATEST,
@@ -34,7 +32,9 @@ from recipe.checkpoint.manifest import (
     write_manifest,
 )
 from recipe.checkpoint.space import free_bytes
-from recipe.ranks import Ranks
+from recipe.shared.agreement import check_all_see, on_every, on_first
+from recipe.shared.errors import CheckpointError, CheckpointWriteError, NotEnoughSpaceError
+from recipe.shared.ranks import Ranks
 
 MEET_TIMEOUT_S = 300.0
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recipe.checkpoint.expert_counts import ExpertCounts
-from recipe.ranks import Ranks
+from recipe.shared.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor

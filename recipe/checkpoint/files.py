@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from recipe.checkpoint.agreement import on_every, on_first
-from recipe.ranks import Ranks
+from recipe.shared.agreement import on_every, on_first
+from recipe.shared.ranks import Ranks
 
 if TYPE_CHECKING:
     from recipe.checkpoint.snapshot import Snapshot

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipe.checkpoint.agreement import on_every, on_first
-from recipe.checkpoint.errors import CheckpointBrokenError, CheckpointMissingError, NoCompleteCheckpointError
 from recipe.checkpoint.folders import CHECKPOINTS_NAME, StepFolder, list_checkpoints, step_in_name
 from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, read_manifest, share_of_files
-from recipe.ranks import Ranks
+from recipe.shared.agreement import on_every, on_first
+from recipe.shared.errors import CheckpointBrokenError, CheckpointMissingError, NoCompleteCheckpointError
+from recipe.shared.ranks import Ranks
 
 AUTO = "auto"
 

@@ -15,8 +15,8 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from recipe.checkpoint.errors import CheckpointBrokenError
 from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, flush_folder, read_manifest
+from recipe.shared.errors import CheckpointBrokenError
 
 CHECKPOINTS_NAME = "checkpoints"  # the folder of checkpoints in a run folder
 LATEST = "latest"

@@ -9,7 +9,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from recipe.checkpoint.errors import CheckpointBrokenError
+from recipe.shared.errors import CheckpointBrokenError
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1

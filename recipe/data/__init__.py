@@ -1,1 +1,4 @@
-"""Text in, packed blocks of tokens out, in an order that one integer describes."""
+"""From text to batches: files and datasets, tokenising, conversations, packing, the token store, the order, the loader.
+
+Imports `shared` and `settings`. Open `prepare.py` first.
+"""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from recipe.data.packing import IGNORED, Block, PackedBlocks
-from recipe.flops import sum_squared_lengths
+from recipe.shared.flops import sum_squared_lengths
 
 
 class MicroBatch(NamedTuple):

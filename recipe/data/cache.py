@@ -7,19 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipe.data.build_once import build_once, discard
 from recipe.data.chunks import CHUNK_CHARS
 from recipe.data.corpora import CorpusFacts
 from recipe.data.documents import Corpus, digest_of
 from recipe.data.hub_tokenizer import fetch_tokenizer
 from recipe.data.options import DataOptions
 from recipe.data.row_encoder import RowEncoder
-from recipe.data.together import on_every_rank
 from recipe.data.token_store import FORMAT, TokenStore
 from recipe.data.tokenise import TokeniseOptions, tokenise
 from recipe.data.tokenise_rows import tokenise_rows
 from recipe.data.tokenizer import DEFAULT_EOS, TRAINING_CHARS, TextEncoder, load_tokenizer, train_tokenizer
-from recipe.ranks import Ranks
+from recipe.shared.build_once import build_once, discard
+from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

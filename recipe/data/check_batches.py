@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from recipe.data.batches import MicroBatch
-from recipe.ranks import Ranks
+from recipe.shared.ranks import Ranks
 
 
 class _Held(NamedTuple):

@@ -5,10 +5,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from recipe.data.build_once import once_per_file_system
-from recipe.data.together import on_every_rank, on_first_rank
-from recipe.ranks import Ranks
 from recipe.settings.model_source import HubModel, MissingFilesError, explain, hub_errors, is_on_hub
+from recipe.shared.build_once import once_per_file_system
+from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every_rank, on_first_rank
 
 FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]  # what tokenizers are made of, their templates too
 

@@ -13,10 +13,10 @@ from recipe.data.holdout import Holdout, all_documents, hold_out
 from recipe.data.options import DataOptions, check_options, format_faults
 from recipe.data.packing import PackedBlocks
 from recipe.data.row_encoder import RowEncoder
-from recipe.data.together import on_every_rank, on_first_rank
 from recipe.data.token_store import TokenStore, entropy_nats
 from recipe.data.tokenizer import TextEncoder
-from recipe.ranks import Ranks
+from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every_rank, on_first_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

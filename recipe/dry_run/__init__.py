@@ -1,1 +1,4 @@
-"""The real model on tensors without numbers, in a group of any size: what would be sent and kept, counted."""
+"""One step of the real model on fake tensors, as one rank of a group of any size: collectives and storages counted.
+
+Imports `engine` and `plan`, the latter only to print both side by side. Open `dry_run.py` first.
+"""

@@ -5,7 +5,7 @@ import json
 import sys
 from functools import partial
 
-from recipe.command import Command
+from recipe.shared.command import Command
 
 USUAL = {"cuda": "h100", "cpu": "cpu"}  # hardware by what a run computes on
 

@@ -41,9 +41,9 @@ PURPOSES = (
     ("modeling.expert_weights", "", "experts"),
     ("modeling.dispatch", "_gather", "experts"),
     ("modeling.dispatch", "", "routing"),
-    ("recipe.engine", "Engine.count", "counts"),
-    ("recipe.engine", "Engine._move_router_biases", "router_bias"),
-    ("recipe.engine", "", "norm"),
+    ("recipe.engine.engine", "Engine.count", "counts"),
+    ("recipe.engine.engine", "Engine._move_router_biases", "router_bias"),
+    ("recipe.engine.engine", "", "norm"),
 )
 SUMS_BY_EXCHANGE = ("modeling.transfers", "start_scatter")
 

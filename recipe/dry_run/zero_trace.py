@@ -20,15 +20,15 @@ from modeling.model import GatherMoeForCausalLM
 from recipe.data.batches import MicroBatch
 from recipe.dry_run.ledger import Booked, Ledger, axis_of
 from recipe.dry_run.model_trace import config_of
-from recipe.engine import Engine, build_optimizer
+from recipe.engine.engine import Engine, build_optimizer
 from recipe.plan.job import Job
 from recipe.plan.sent import Sent, add_up
 from recipe.plan.zero3_fetches import Thresholds, persistent
 from recipe.plan.zero_defaults import zero_number
 from recipe.plan.zero_traffic import ALIGNMENT, flat_groups, held_modules
-from recipe.settings.ds_config import NEVER_PRINT_STEPS
-from recipe.settings.ds_layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
-from recipe.settings.ds_training import OptimizerOptions
+from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
+from recipe.settings.resolve import NEVER_PRINT_STEPS
+from recipe.settings.training import OptimizerOptions
 
 DECIDES_TRAFFIC = ("bf16", "communication_data_type", "data_types", "disable_allgather", "fp16", "gradient_clipping")
 NEEDED = {

@@ -1,1 +1,4 @@
-"""Models of the Hugging Face world: read into any layout, upcycled, exported, downloaded, uploaded."""
+"""Weights in and out of Hugging Face folders and the hub, and what fine-tuning needs of them.
+
+Imports `shared`, `settings`, `engine` and `checkpoint`. Open `export.py` first.
+"""

@@ -3,11 +3,8 @@
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from recipe.data.build_once import once_per_file_system
-from recipe.data.together import on_every_rank, on_first_rank, run_in_steps
 from recipe.hf.folder import missing_files
 from recipe.hf.in_thread import in_steps
-from recipe.ranks import Ranks
 from recipe.settings.model_source import (
     CONFIG_NAME,
     HubModel,
@@ -16,6 +13,9 @@ from recipe.settings.model_source import (
     fetch_config,
     hub_errors,
 )
+from recipe.shared.build_once import once_per_file_system
+from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every_rank, on_first_rank, run_in_steps
 
 # Configurations, weights and tokenizers; never pickles, whatever else a repository has.
 ALLOWED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipe.checkpoint.agreement import on_first
 from recipe.checkpoint.files import Files, WriteNow, complete
-from recipe.engine import Engine
+from recipe.checkpoint.native import full_precision_shard
+from recipe.engine.engine import Engine
 from recipe.hf.config import SpecialTokens, choose_type, config_dict, write_config_files
 from recipe.hf.model_card import TrainingFacts, write_model_card
 from recipe.hf.weights import WeightSource, write_weights
-from recipe.ranks import Ranks
-from recipe.state.native import full_precision_shard
+from recipe.shared.agreement import on_first
+from recipe.shared.ranks import Ranks
 
 FOLDER = "hf"
 

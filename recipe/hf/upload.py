@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from recipe.checkpoint.errors import UploadError
-from recipe.data.together import on_first_rank, run_in_steps
 from recipe.hf.in_thread import in_steps
-from recipe.ranks import Ranks
 from recipe.settings.flags import Arguments
 from recipe.settings.model_source import hub_errors
+from recipe.shared.errors import UploadError
+from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_first_rank, run_in_steps
 
 # Of an earlier push, which may have had other files: a reader opens a single file of weights before an index of many.
 REPLACED = ("*.safetensors", "*.safetensors.index.json", "*.py", "*.jinja")

@@ -23,9 +23,9 @@ from modeling.init import full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Shard, ShardTable
 from modeling.sharding import paste
-from recipe.checkpoint.agreement import on_every
 from recipe.checkpoint.files import Files
-from recipe.ranks import Ranks
+from recipe.shared.agreement import on_every
+from recipe.shared.ranks import Ranks
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_FILE_BYTES = 2 * 2**30

@@ -1,1 +1,4 @@
-"""How processes become ranks: launcher variables, shared memory, the place where they meet, hostfiles."""
+"""From processes to ranks: who runs where, how they meet, what they share on a host, and how they are told to stop.
+
+Imports `shared`. Open `start.py` first.
+"""

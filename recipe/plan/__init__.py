@@ -1,1 +1,4 @@
-"""What a layout would cost before any GPU is rented: bytes sent, memory, seconds. Never imports torch."""
+"""Which layout to rent GPUs for: memory, bytes and seconds of every layout that the trainer would accept.
+
+Loads without torch. Imports `shared`, `settings` and the standard-library files of modeling/. Open `search.py` first.
+"""

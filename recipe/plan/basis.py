@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from recipe.plan.memory import explain_memory
 from recipe.plan.search import Found, Plan
 from recipe.plan.traffic import planned_traffic
-from recipe.plan.units import size
 from recipe.plan.zero_overlap import describe_overlap
+from recipe.shared.units import size
 
 
 def describe_basis(plan: Plan, found: Found) -> Iterator[str]:

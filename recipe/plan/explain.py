@@ -7,7 +7,7 @@ from typing import Any
 from modeling.layout import ParallelLayout
 from recipe.plan.search import Found, Plan
 from recipe.plan.space import Rejected, layout_rules, num_groups
-from recipe.plan.units import duration
+from recipe.shared.units import duration
 
 
 def seconds_by_kind(plan: Plan) -> dict[str, float]:

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from modeling.layout import STRATEGIES, divisors
-from recipe.argument_types import at_least_even, at_least_one, at_least_two
 from recipe.plan.hardware import Hardware
 from recipe.plan.job import ELEMENT_BYTES, Job, job_of
 from recipe.plan.space import PlanRequest, alone_faults
 from recipe.settings.arguments import parse_arguments
-from recipe.settings.ds_config import ResolvedConfig, WorldInfo, load_ds_config, resolve_config
-from recipe.settings.ds_layout import ACCUMULATION_KEY, MICRO_KEY
 from recipe.settings.flags import Arguments
+from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY
 from recipe.settings.model import CONFIG_FLAG, read_model, run_options, sizes_of
 from recipe.settings.presets import PRESETS
+from recipe.settings.resolve import ResolvedConfig, WorldInfo, load_ds_config, resolve_config
+from recipe.shared.argument_types import at_least_even, at_least_one, at_least_two
 
 OUTPUT_DIR = "runs/plan"
 MODEL_FLAG = "--model"

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from recipe.flops import table_peak
 from recipe.plan.hardware_values import Efficiencies, Hardware, Link
+from recipe.shared.flops import table_peak
 
 MIB = 2**20
 ASSUMED = "assumed; `gather-moe probe` measures it"

@@ -11,9 +11,9 @@ from typing import Any
 
 from modeling.cost import MoeTraffic, choose_strategy
 from modeling.layout import ModelSizes, ParallelLayout
-from recipe.settings.ds_config import ResolvedConfig
-from recipe.settings.ds_wire import WireOptions
+from recipe.settings.execution import WireOptions
 from recipe.settings.model import sizes_of
+from recipe.settings.resolve import ResolvedConfig
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -33,7 +33,7 @@ class Job:
     attention_length  l = sum(length^2) / sum(length) of the documents in a block; None: each fills a block
     rho               the busiest rank's expert rows over the mean
     clips_gradients   by their norm over all ranks
-    cuda_graph        blocks are replayed as CUDA graphs, as recipe/settings/ds_graphs.py settles it
+    cuda_graph        blocks are replayed as CUDA graphs, as recipe/settings/graphs.py settles it
     """
 
     model: Mapping[str, Any]

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from modeling.cost import MATRICES
 from modeling.layout import ParallelLayout
-from recipe.flops import count_parameters, model_flops_per_token
 from recipe.plan.compute_time import attention_times, expert_times, head_times, router_times
 from recipe.plan.hardware import find_hardware
 from recipe.plan.hardware_values import Hardware
@@ -23,7 +22,8 @@ from recipe.plan.published_points import Description, Published, published_point
 from recipe.plan.rates import Rates
 from recipe.plan.sent import ring_bytes
 from recipe.plan.wire_time import Ring, call_seconds
-from recipe.settings.ds_wire import WireOptions
+from recipe.settings.execution import WireOptions
+from recipe.shared.flops import count_parameters, model_flops_per_token
 
 BF16_BYTES = 2
 NO_WIRE = WireOptions(

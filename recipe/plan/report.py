@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from modeling.layout import ParallelLayout
-from recipe.flops import count_parameters, model_flops_per_token
 from recipe.plan.explain import against, seconds_by_kind, why_first, why_not, why_not_fits
 from recipe.plan.search import RESERVE_BYTES, Found, Plan
 from recipe.plan.space import PlanRequest
 from recipe.plan.step_time import mfu
-from recipe.plan.units import duration, size
+from recipe.shared.flops import count_parameters, model_flops_per_token
+from recipe.shared.units import duration, size
 
 MANY_REJECTED = 12
 

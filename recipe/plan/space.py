@@ -19,13 +19,13 @@ from modeling.layout import (
 )
 from recipe.plan.hardware import Hardware
 from recipe.plan.job import Job
-from recipe.settings.ds_config import BUCKET_KEY, USUAL_BUCKET, dropout_faults, reserves_bucket, zero_block
-from recipe.settings.ds_graphs import GraphFacts, can_be_graphed
-from recipe.settings.ds_layout import ROW_ALIGNMENT, ParallelOptions, WorldInfo, default_experts_backend
-from recipe.settings.ds_training import zero_stage_faults
-from recipe.settings.ds_wire import COMBINE_DTYPES, TOKEN_DTYPES, WireOptions
+from recipe.settings.execution import COMBINE_DTYPES, TOKEN_DTYPES, WireOptions
 from recipe.settings.flags import Arguments
+from recipe.settings.graphs import GraphFacts, can_be_graphed
+from recipe.settings.layout import ROW_ALIGNMENT, ParallelOptions, WorldInfo, default_experts_backend
 from recipe.settings.model import sizes_of
+from recipe.settings.resolve import BUCKET_KEY, USUAL_BUCKET, dropout_faults, reserves_bucket, zero_block
+from recipe.settings.training import zero_stage_faults
 
 ZERO_STAGES = (0, 1, 2, 3)
 # Of gradients that are summed at once. A tenth of DeepSpeed's own takes a tenth of its memory, 0.2 GB in float32, is

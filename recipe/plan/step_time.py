@@ -2,12 +2,11 @@
 
 A part computes for the greater of operations over their rate and bytes over the memory's bandwidth; a collective takes
 alpha times the steps of a ring plus bytes over bandwidth; what overlaps is played through in the order of the code.
-MFU counts causal attention once (half of the score square), as recipe/flops.py does.
+MFU counts causal attention once (half of the score square), as recipe/shared/flops.py does.
 """
 
 from typing import NamedTuple
 
-from recipe.flops import model_flops_per_token
 from recipe.plan.compute_time import (
     Both,
     attention_times,
@@ -26,6 +25,7 @@ from recipe.plan.traffic import planned_traffic
 from recipe.plan.update_time import update_time
 from recipe.plan.wire_time import WireTime, busy_share, ring_of, wire_times
 from recipe.plan.zero_overlap import PartTimes, hidden_seconds
+from recipe.shared.flops import model_flops_per_token
 
 # The group's transfers that products run beside, and the part of a layer that they belong to.
 IN_LAYERS = {"attention": "attention", "experts": "experts", "routing": "experts", "dense": "dense", "head": "head"}

@@ -28,7 +28,7 @@ def planned_traffic(job: Job) -> tuple[Sent, ...]:
 
 
 def _engine_traffic(job: Job) -> Iterator[Sent]:
-    """What recipe/engine.py adds once per step."""
+    """What recipe/engine/engine.py adds once per step."""
     layout, sizes = job.layout, job.sizes
     if layout.dp > 1:
         yield Sent("dp", "all_reduce", "counts", 1, ring_bytes("all_reduce", 2 * 8, size=layout.dp))

@@ -8,8 +8,8 @@ from typing import Any
 
 from recipe.plan.flags import OUTPUT_DIR
 from recipe.plan.job import Job
-from recipe.settings.ds_config import zero_block
-from recipe.settings.ds_layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
+from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
+from recipe.settings.resolve import zero_block
 
 
 def run_config(job: Job, *, model: Mapping[str, Any]) -> dict[str, Any]:

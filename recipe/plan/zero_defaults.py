@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from recipe.settings.ds_config import BUCKET_KEY, USUAL_BUCKET
+from recipe.settings.resolve import BUCKET_KEY, USUAL_BUCKET
 
 DEFAULTS = {
     BUCKET_KEY: USUAL_BUCKET,

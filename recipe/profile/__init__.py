@@ -1,1 +1,4 @@
-"""Where the time of a step goes: traces of all ranks, taken apart and drawn."""
+"""Traces of a run taken apart: where each rank's time goes, as a page and as JSON.
+
+Imports `shared`; the traces may come from any program. Open `summary.py` first.
+"""

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from recipe.argument_types import at_least_one
-from recipe.command import Command
+from recipe.shared.argument_types import at_least_one
+from recipe.shared.command import Command
 
 NUM_STEPS = 3
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from recipe.profile.names import MODULE_PREFIX, OPTIMIZER_PREFIX, module_scope
 from recipe.profile.trace_file import Event
-from recipe.scopes import PREFIX, STEP_PREFIX, Scope, read_ranks, read_scope
+from recipe.shared.scopes import PREFIX, STEP_PREFIX, Scope, read_ranks, read_scope
 
 HOST_CATEGORIES = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 EVALUATE = "autograd::engine::evaluate_function"

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from recipe.scopes import Scope
+from recipe.shared.scopes import Scope
 
 # The first pattern that is found decides; what no range and no module around a kernel says, its name may.
 KERNEL_KINDS = (

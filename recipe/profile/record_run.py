@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe.scopes import FOLDER, first_recorded_step
 from recipe.settings.arguments import CALLER, COMMAND_LINE, parse_arguments
+from recipe.shared.scopes import FOLDER, first_recorded_step
 
 SCRIPT = Path(__file__).parents[2] / "run_pretrain.py"
 # Whatever the run's files say: it is one for measuring, of which nothing is kept.

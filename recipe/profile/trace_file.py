@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipe.scopes import FACTS_KEY
+from recipe.shared.scopes import FACTS_KEY
 
 SUFFIXES = (".json", ".json.gz")
 # What the profilers of older releases called the same.

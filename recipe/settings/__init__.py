@@ -1,1 +1,4 @@
-"""What the user said, in flags and in JSON, made into one configuration or one list of everything wrong with it."""
+"""Everything a user says, settled before any work: flags, DeepSpeed's JSON with our `parallel` block, the model's sizes.
+
+Loads without torch. Imports `shared` and the standard-library files of modeling/. Open `resolve.py` first.
+"""

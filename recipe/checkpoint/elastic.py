@@ -1,0 +1,188 @@
+"""Go on from a checkpoint in whatever layout: the same numbers in the same places by DeepSpeed, any others cut anew."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from modeling.init import full_shapes, shard_table, stored_tensors
+from modeling.shard_table import Shard
+from recipe.checkpoint.find import Checkpoint
+from recipe.checkpoint.native import (
+    describe_partition,
+    kept,
+    load_native,
+    parts_in_place,
+    restore_counters,
+    start_moments,
+    write_numbers,
+)
+from recipe.checkpoint.open_state import open_training_state
+from recipe.checkpoint.random_states import reseed
+from recipe.checkpoint.rank_files import Counters, read_rank_file
+from recipe.checkpoint.training_state import NATIVE_FOLDER, WEIGHT, TrainingState, boxes_between, cut, size_of
+from recipe.engine.engine import Engine
+from recipe.shared.agreement import on_every, on_first
+from recipe.shared.errors import CheckpointBrokenError
+from recipe.shared.ranks import Ranks
+
+# Details of a checkpoint that decide who holds what; any of them may differ when training goes on.
+LAYOUT = ("dp", "tp", "ep", "zero_stage", "precision")
+
+RankState = dict[str, Any]  # what a training loop kept of a rank
+
+
+class Merge(Protocol):
+    """What group `dp_rank` goes on with, from the rank states of all old groups, one of each in their order."""
+
+    def __call__(self, states: list[RankState], *, dp_rank: int) -> RankState: ...
+
+
+class _Merged(NamedTuple):
+    """What goes to every rank: as much for a thousand old groups as for one."""
+
+    counters: Counters
+    first: RankState  # of the first group
+    other: RankState  # of every other one
+
+
+def resume_training(
+    engine: Engine,
+    checkpoint: Checkpoint,
+    *,
+    details: Mapping[str, Any],
+    seed: int,
+    merge: Merge,
+    ranks: Ranks,
+    say: Callable[[str], None],
+) -> RankState:
+    """Put the engine where the checkpoint was; returns what the loop kept of this rank. Collective.
+
+    `details` are those of this run's own checkpoints. Where every rank is to hold just what its namesake held,
+    DeepSpeed loads its own files and all goes on bit for bit, random states included. Elsewhere `load_elastic` is used,
+    and one line says so.
+    """
+    difference = _difference(engine, checkpoint, details=details, ranks=ranks)
+    if difference is None:
+        return load_native(engine, checkpoint.folder)
+    say(
+        f"resuming {difference}: weights and optimizer state are cut anew, random states start anew from the seed and "
+        "the step"
+    )
+    return load_elastic(engine, checkpoint, seed=seed, merge=merge, ranks=ranks)
+
+
+def load_elastic(engine: Engine, checkpoint: Checkpoint, *, seed: int, merge: Merge, ranks: Ranks) -> RankState:
+    """Put weights, moments, counters and the routers' biases into the places of this engine. Collective.
+
+    Every rank reads what it keeps and no more, one kind of one parameter at a time. Random states are seeded by
+    `reseed`. Returns what `merge` makes of the old groups' rank states on rank 0: for the first group or for any other.
+
+    Raises on every rank alike: ValueError where parameters are to be trained that were frozen then,
+    CheckpointBrokenError or RanksFailedError.
+    """
+    folder, details = checkpoint.folder, checkpoint.details
+
+    def find_frozen() -> list[str]:
+        state = open_training_state(folder, details=details)
+        trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
+        return sorted(name for name in trained & state.shapes().keys() if len(state.kinds(name)) == 1)
+
+    def put() -> None:
+        put_state(engine, open_training_state(folder, details=details), checkpoint=checkpoint)
+
+    def merge_groups() -> _Merged:
+        files = [read_rank_file(folder, dp_rank * details["tp"]) for dp_rank in range(details["dp"])]
+        states = [file.state for file in files]
+        return _Merged(files[0].counters, first=merge(states, dp_rank=0), other=merge(states, dp_rank=1))
+
+    frozen = on_first(find_frozen, ranks=ranks)
+    if frozen:
+        raise ValueError(
+            f"{len(frozen)} parameters are to be trained that were frozen when {folder} was saved, among them "
+            f"{frozen[:3]}, so it has no optimizer state for them; freeze them again, or begin a new run from its hf/ "
+            "folder with --model_name_or_path"
+        )
+    with parts_in_place(engine):
+        on_every(put, ranks=ranks)
+    merged = on_first(merge_groups, ranks=ranks)
+    restore_counters(engine, merged.counters)
+    reseed(seed, step=checkpoint.step, dp_rank=engine.mesh.dp_rank)
+    return merged.other if engine.mesh.dp_rank else merged.first
+
+
+@torch.no_grad()
+def put_state(engine: Engine, state: TrainingState, *, checkpoint: Checkpoint) -> None:
+    """Put this rank's shards of a state in place; inside `parts_in_place`, not collective otherwise.
+
+    Raises CheckpointBrokenError where the state's tensors are not the model's.
+    """
+    model, mesh = engine.model, engine.mesh
+    table = shard_table(model.config, mesh)
+    shapes = full_shapes(model, config=model.config, table=table)
+    _check_tensors(state, shapes, checkpoint=checkpoint)
+    start_moments(engine, step=state.step)
+    for name, tensor in stored_tensors(model).items():
+        shard = table.shard(name, shapes[name], group_rank=mesh.group_rank)
+        if not isinstance(tensor, nn.Parameter):
+            value = _read_elements(state, name, kind=WEIGHT, shard=shard, wanted=range(tensor.numel()))
+            tensor.copy_(value.view(tensor.shape))
+            continue
+        for kind in state.kinds(name) if tensor.requires_grad and state.step else (WEIGHT,):
+            own = kept(engine, tensor, kind=kind)
+            write_numbers(engine, tensor, _read_elements(state, name, kind=kind, shard=shard, wanted=own), kind=kind)
+
+
+def _read_elements(state: TrainingState, name: str, *, kind: str, shard: Shard, wanted: range) -> Tensor:
+    """Some elements of a shard, flattened; only these are read."""
+    boxes = boxes_between(shard.shape, wanted.start, wanted.stop)
+    parts = [_read_box(state, name, kind=kind, shard=shard, box=box).flatten() for box in boxes]
+    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
+
+
+def _read_box(state: TrainingState, name: str, *, kind: str, shard: Shard, box: tuple[tuple[int, int], ...]) -> Tensor:
+    """A part of a shard, given in its own indices. What pads the shard is not in the state, and 0."""
+    ranges = tuple(cut(held, *wanted) for held, wanted in zip(shard.ranges, box, strict=True))
+    shape = tuple(end - start for start, end in box)
+    in_state = tuple(size_of(dim) for dim in ranges)
+    if in_state == shape:
+        return state.read(name, kind=kind, ranges=ranges)
+    part = torch.zeros(shape)
+    if 0 not in in_state:
+        part[tuple(slice(0, size) for size in in_state)] = state.read(name, kind=kind, ranges=ranges)
+    return part
+
+
+def _check_tensors(state: TrainingState, shapes: Mapping[str, tuple[int, ...]], *, checkpoint: Checkpoint) -> None:
+    found = state.shapes()
+    missing, unexpected = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
+    misshapen = sorted(name for name in shapes.keys() & found.keys() if shapes[name] != tuple(found[name]))
+    if missing or unexpected or misshapen:
+        raise CheckpointBrokenError(
+            checkpoint.folder,
+            f"its tensors are not those of the model: {len(missing)} are missing {missing[:3]}, {len(unexpected)} are "
+            f"unexpected {unexpected[:3]}, {len(misshapen)} are of another shape {misshapen[:3]}",
+        )
+
+
+def _difference(engine: Engine, checkpoint: Checkpoint, *, details: Mapping[str, Any], ranks: Ranks) -> str | None:
+    """In words, why DeepSpeed cannot load its files itself; None where it can. Collective."""
+    folder, then = checkpoint.folder, checkpoint.details
+    if not on_first((folder / NATIVE_FOLDER).is_dir, ranks=ranks):
+        return f"whole tensors as {_layout_words(details)}"
+    if any(then[name] != details[name] for name in LAYOUT):
+        return f"{_layout_words(then)} as {_layout_words(details)}"
+
+    def holds_the_same() -> bool:
+        return read_rank_file(folder, ranks.rank).partition == describe_partition(engine)
+
+    if all(on_every(holds_the_same, ranks=ranks)):
+        return None
+    optimizer = on_first(lambda: read_rank_file(folder, 0).partition.optimizer, ranks=ranks)
+    now = type(engine.ds.optimizer).__name__
+    return f"{_layout_words(details)} with other parts on the ranks ({optimizer} then, {now} now)"
+
+
+def _layout_words(details: Mapping[str, Any]) -> str:
+    return "dp={dp} tp={tp} ep={ep} ZeRO-{zero_stage} {precision}".format(**details)

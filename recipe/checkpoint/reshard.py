@@ -1,0 +1,170 @@
+"""Write a checkpoint anew without its layout: offline, in one process, in bounded memory, every tensor compared.
+
+Nothing of DeepSpeed's stays: the state becomes whole tensors, and all other files are carried over as they are.
+"""
+
+import shutil
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from recipe.checkpoint.details import sizes_in
+from recipe.checkpoint.find import Checkpoint, find_checkpoint
+from recipe.checkpoint.folders import step_in_name
+from recipe.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    file_sizes,
+    flush_folder,
+    read_manifest,
+    record_file,
+    write_manifest,
+)
+from recipe.checkpoint.open_state import open_training_state
+from recipe.checkpoint.progress import byte_bar
+from recipe.checkpoint.space import check_free_space
+from recipe.checkpoint.tensor_file import MAX_FILE_BYTES
+from recipe.checkpoint.training_state import NATIVE_FOLDER, WHOLE_FOLDER, TrainingState
+from recipe.checkpoint.whole import PIECE_BYTES, WholeTensors, digests_of, entries_of, write_whole
+from recipe.shared.errors import CheckpointBrokenError, CheckpointWriteError
+from recipe.shared.flops import count_parameters
+from recipe.shared.ranks import OneRank
+
+WAYS_OUT = "free some space or name a folder on another disk"
+# At the top of a checkpoint, what becomes whole tensors, and DeepSpeed's scripts that read nothing else.
+LEFT_OUT = (NATIVE_FOLDER, WHOLE_FOLDER, "zero_to_fp32.py", "zero_to_torch.py")
+FORMAT = "whole"  # under "format" in the details
+BUFFER = "e_score_correction_bias"  # the stored tensors that are no parameters
+
+
+class Resharded(NamedTuple):
+    """The checkpoint that was taken, the tensors read from it and read back from the result, and the result's bytes."""
+
+    source: Path
+    num_read: int
+    num_read_back: int
+    num_bytes: int
+
+
+class Pieces(NamedTuple):
+    """How much is in memory at a time, and how much in a file."""
+
+    piece_bytes: int = PIECE_BYTES
+    max_file_bytes: int = MAX_FILE_BYTES
+
+
+def reshard(given: Path, *, out: Path, say: Callable[[str], None], pieces: Pieces | None = None) -> Resharded:
+    """Write the checkpoint that `given` names to `out`, for any layout to resume from; `out` appears when complete.
+
+    `given` is a checkpoint, or a run folder or folder of checkpoints, of which the newest complete one is taken. It is
+    compared with its manifest before anything is read from it.
+
+    Raises ValueError where `out` cannot be it, NotEnoughSpaceError, the errors of find_checkpoint, and
+    CheckpointWriteError where a file could not be written or any tensor is read back otherwise than it was read.
+    """
+    _check_is_new(out)
+    checkpoint = _find(given, say=say)
+    _check_place(out, checkpoint)
+    state = open_training_state(checkpoint.folder, details=checkpoint.details)
+    _check_is_whole_model(state, checkpoint)
+    manifest = read_manifest(checkpoint.folder)
+    carried = [name for name in manifest.files if Path(name).parts[0] not in LEFT_OUT]
+    needed_bytes = _state_bytes(state) + sum(manifest.sizes_bytes[name] for name in carried)
+    check_free_space(out.parent, needed_bytes=needed_bytes, ranks=OneRank(), ways_out=WAYS_OUT)
+    staging = out.with_name(f".reshard-{out.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        _carry(carried, checkpoint.folder, staging)
+        num_read_back = _write_state(state, staging / WHOLE_FOLDER, pieces=pieces or Pieces())
+        num_bytes = _seal(staging, source=manifest, carried=carried)
+        staging.rename(out)
+        flush_folder(out.parent)
+    except OSError as error:
+        raise CheckpointWriteError(f"{out} could not be written: {error}; what was written is removed") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return Resharded(checkpoint.folder, len(entries_of(state)), num_read_back, num_bytes)
+
+
+def _check_is_new(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"{out} exists already; name a folder that does not")
+
+
+def _find(given: Path, *, say: Callable[[str], None]) -> Checkpoint:
+    say(f"comparing {given} with its manifest")
+    said: list[str] = []
+    checkpoint = find_checkpoint(given, resume=str(given.absolute()), ranks=OneRank(), say=said.append)
+    assert checkpoint is not None, "only resume=None and auto can give none"
+    for line in said[:-1]:  # the last one speaks of resuming
+        say(line)
+    say(f"reading step {checkpoint.step} from {checkpoint.folder}, which is complete")
+    return checkpoint
+
+
+def _check_place(out: Path, checkpoint: Checkpoint) -> None:
+    named = step_in_name(out)
+    if named not in (None, checkpoint.step):
+        raise ValueError(
+            f"{out.name} would name step {named}, but {checkpoint.folder} is of step {checkpoint.step}; "
+            f"call it step-{checkpoint.step} or anything else"
+        )
+    if out.resolve().is_relative_to(checkpoint.folder.resolve()):
+        raise ValueError(f"{out} lies inside the checkpoint that is read; name a folder outside of it")
+
+
+def _check_is_whole_model(state: TrainingState, checkpoint: Checkpoint) -> None:
+    """Hold what the reader found against the model's own settings, which know nothing of files."""
+    sizes = sizes_in(checkpoint.details)
+    if sizes is None:
+        raise CheckpointBrokenError(checkpoint.folder / MANIFEST_NAME, "its details say nothing of the model")
+    expected = count_parameters(sizes).total
+    found = sum(prod(shape) for name, shape in state.shapes().items() if not name.endswith(BUFFER))
+    if found != expected:
+        raise CheckpointBrokenError(
+            checkpoint.folder, f"its files hold {found:,} parameters, but a model of its settings has {expected:,}"
+        )
+
+
+def _state_bytes(state: TrainingState) -> int:
+    return sum(entry.num_bytes for entry in entries_of(state))
+
+
+def _carry(names: list[str], source: Path, target: Path) -> None:
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+
+
+def _write_state(state: TrainingState, folder: Path, *, pieces: Pieces) -> int:
+    """Write the state, read it back, and compare; the number of tensors that were read back."""
+    num_bytes = _state_bytes(state)
+    with byte_bar("writing", num_bytes=num_bytes) as bar:
+        want = write_whole(
+            folder,
+            state,
+            piece_bytes=pieces.piece_bytes,
+            max_file_bytes=pieces.max_file_bytes,
+            advance=bar.update,
+        )
+    with byte_bar("comparing", num_bytes=num_bytes) as bar:
+        got = digests_of(WholeTensors(folder), piece_bytes=pieces.piece_bytes, advance=bar.update)
+    different = sorted(key for key in want.keys() | got.keys() if want.get(key) != got.get(key))
+    if different:
+        raise CheckpointWriteError(
+            f"{len(want)} tensors were read and {len(got)} read back, of which {len(different)} differ: {different[:5]}"
+        )
+    return len(got)
+
+
+def _seal(staging: Path, *, source: Manifest, carried: list[str]) -> int:
+    """Add the manifest; the bytes of all files it lists."""
+    files = {name: record_file(staging / name) for name in file_sizes(staging)}
+    changed = [name for name in carried if files[name] != source.files[name]]
+    if changed:
+        raise CheckpointWriteError(f"{len(changed)} files were not copied as they are: {changed[:5]}")
+    manifest = Manifest(step=source.step, files=files, details={**source.details, "format": FORMAT})
+    write_manifest(staging, manifest)
+    return sum(manifest.sizes_bytes.values())

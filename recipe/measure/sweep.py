@@ -1,0 +1,141 @@
+"""Runs the best plans one after the other, and keeps what was predicted beside what was measured after each of them."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from recipe.measure.sweep_start import Outcome, Setting, run_plan
+from recipe.plan.search import Found
+from recipe.plan.write import run_config, write_config
+from recipe.shared.units import duration, size
+from recipe.train.records import write_json
+
+RESULTS = "sweep.json"
+
+
+class Entry(NamedTuple):
+    """A plan to be run: its name, its run as a DeepSpeed JSON, seconds of a step and bytes of a rank as predicted."""
+
+    name: str
+    config: Mapping[str, Any]
+    step_s: float
+    memory_bytes: int
+
+
+class Row(NamedTuple):
+    entry: Entry
+    outcome: Outcome
+
+
+def entries_of(found: Found, *, model: Mapping[str, Any], top: int) -> list[Entry]:
+    """The best plans that use every rank; a memory margin is for allocators, and nothing that tensors take."""
+    plans = [plan for plan in found.plans if not found.idle(plan)]
+    return [
+        Entry(
+            name=f"{plan.arrangement} ZeRO-{plan.job.zero_stage} {plan.job.num_sequences}x{plan.job.accumulation}"
+            + (" recomputed" if plan.job.recompute else ""),
+            config=run_config(plan.job, model=model),
+            step_s=plan.time.step_s,
+            memory_bytes=plan.memory.peak_bytes,
+        )
+        for plan in plans[:top]
+    ]
+
+
+def run_sweep(entries: Sequence[Entry], *, setting: Setting, folder: Path, say: Callable[[str], None]) -> list[Row]:
+    """A row for each entry, an error being one, too. What was measured into `folder` before is not run again.
+
+    ValueError where it holds results of other steps or ranks, or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be made: {error.strerror}") from error
+    before = _read_results(folder / RESULTS, setting=setting)
+    rows: list[Row] = []
+    for number, entry in enumerate(entries, 1):
+        old = before.pop(_key(entry.config), None)
+        if old is None or old["error"] is not None:
+            say(f"{number}/{len(entries)}  {entry.name}: predicted {duration(entry.step_s)}")
+            place = folder / run_name(entry.config)
+            file = place.with_suffix(".json")
+            write_config(file, config=entry.config)
+            outcome = run_plan(file, setting=setting, folder=place)
+        else:
+            outcome = Outcome(**old["measured"], error=old["error"])
+            say(f"{number}/{len(entries)}  {entry.name}: was run before")
+        rows.append(Row(entry, outcome))
+        say(f"      {outcome.error or f'measured {duration(outcome.step_s or 0.0)}'}")
+        write_json(folder / RESULTS, results_as_json(rows, setting=setting, others=before.values()))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Predicted and measured time and memory, their ratio, or the error."""
+    width = max(len(row.entry.name) for row in rows)
+    yield (
+        f"{'plan':<{width}}  {'step: predicted':>15}  {'measured':>9}  {'ratio':>5}"
+        f"  {'memory: predicted':>17}  {'measured':>9}  {'ratio':>5}"
+    )
+    for entry, outcome in rows:
+        line = f"{entry.name:<{width}}  {duration(entry.step_s):>15}"
+        if outcome.step_s is None or outcome.memory_bytes is None:
+            yield f"{line}  {' '.join((outcome.error or '').split())}"
+            continue
+        yield (
+            f"{line}  {duration(outcome.step_s):>9}  {entry.step_s / outcome.step_s:>5.2f}"
+            f"  {size(entry.memory_bytes):>17}  {size(outcome.memory_bytes):>9}"
+            f"  {entry.memory_bytes / outcome.memory_bytes:>5.2f}"
+        )
+
+
+def results_as_json(
+    rows: Sequence[Row], *, setting: Setting, others: Iterable[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """`others` are rows of earlier sweeps, kept behind those of this one."""
+    return {
+        "ranks": setting.num_ranks,
+        "device": setting.device,
+        "steps": setting.num_steps,
+        "rows": [
+            {
+                "plan": row.entry.name,
+                "config": dict(row.entry.config),
+                "predicted": {"step_s": row.entry.step_s, "memory_bytes": row.entry.memory_bytes},
+                "measured": {"step_s": row.outcome.step_s, "memory_bytes": row.outcome.memory_bytes},
+                "error": row.outcome.error,
+            }
+            for row in rows
+        ]
+        + list(others),
+    }
+
+
+def run_name(config: Mapping[str, Any]) -> str:
+    """Of the files of this configuration's run, the same in every sweep."""
+    return f"plan-{hashlib.sha256(_key(config).encode()).hexdigest()[:10]}"
+
+
+def _key(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True)
+
+
+def _read_results(path: Path, *, setting: Setting) -> dict[str, dict[str, Any]]:
+    """Rows of earlier sweeps by the run's configuration."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+        before = (content["ranks"], content["device"], content["steps"])
+        found = {_key(row["config"]): row for row in content["rows"]}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no result of a sweep ({error!r}); choose another --out") from None
+    if before != (setting.num_ranks, setting.device, setting.num_steps):
+        ranks, device, steps = before
+        raise ValueError(
+            f"{path} has results of {ranks} ranks on {device} with {steps} steps each, not of {setting.num_ranks} on "
+            f"{setting.device} with {setting.num_steps}; choose another --out"
+        )
+    return found

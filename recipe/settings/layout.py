@@ -1,0 +1,305 @@
+"""Settles the group layout and the batch arithmetic together, since "auto" sizes must leave whole tokens per rank.
+
+DeepSpeed's "world" is dp: the tp ranks of a group share one micro-batch, so
+train_batch_size = micro x accumulation x dp.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, NamedTuple
+
+from modeling.cost import MoeTraffic, choose_strategy, tokens_where_weights_pay
+from modeling.layout import (
+    STRATEGIES,
+    BatchSizes,
+    LayoutRequest,
+    ModelSizes,
+    ParallelLayout,
+    allowed_ep,
+    fitting_layouts,
+    layout_faults,
+)
+from recipe.settings.deepspeed_keys import look_up
+from recipe.settings.execution import WireOptions, settle_wire
+from recipe.settings.sources import Sources
+from recipe.settings.values import convert
+
+MICRO_KEY = "train_micro_batch_size_per_gpu"
+ACCUMULATION_KEY = "gradient_accumulation_steps"
+TOTAL_KEY = "train_batch_size"
+
+EXPERTS_BACKENDS = ("loop", "grouped", "triton")
+ROW_ALIGNMENT = {"bf16": 8, "fp32": 4}  # elements that the widths of torch's grouped product must be a multiple of
+SYNC_FREE_CAPABILITIES = (9, 10)  # the major versions whose grouped product in bf16 leaves its offsets on the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldInfo:
+    """The ranks that have started: how many, how many on each node, and what they compute on.
+
+    compute_capability  of the GPUs, (major, minor); None on a CPU
+    """
+
+    world_size: int
+    local_world_size: int
+    device: str = "cpu"  # or "cuda"
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """The "parallel" block with nothing left open; `cuda_graph` is settled last, see ds_graphs.py."""
+
+    tp: int
+    ep: int
+    strategy: str
+    cuda_graph: bool
+    wire: WireOptions
+    experts_backend: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWish:
+    """What was asked for; `None` where it may be derived from the others."""
+
+    micro: int | None
+    accumulation: int | None
+    total: int | None
+    default_micro: int
+    evaluated: int | None  # sequences a group evaluates at once; None where they are those of training
+
+
+class Batch(NamedTuple):
+    """micro sequences per group and micro-batch, micro-batches per step, sequences per step over all groups."""
+
+    micro: int
+    accumulation: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """What a layout has to fit: the model, the ranks, and the batches of training and evaluation."""
+
+    sizes: ModelSizes
+    ranks: WorldInfo
+    wish: BatchWish
+    block_size: int
+    row_alignment: int
+    strategy: str
+
+    def faults_of(self, layout: ParallelLayout) -> list[str]:
+        """Every rule that `layout` breaks, with the batch that it would get."""
+        batch = BatchSizes(num_sequences=solve_batch(self.wish, dp=layout.dp).micro, block_size=self.block_size)
+        request = LayoutRequest(
+            sizes=self.sizes,
+            layout=layout,
+            world_size=self.ranks.world_size,
+            batch=batch,
+            strategy=self.strategy,
+            row_alignment=self.row_alignment,
+        )
+        faults, evaluated = layout_faults(request), self.wish.evaluated
+        if layout.tp >= 1 and evaluated is not None and evaluated * self.block_size % layout.tp:
+            faults.append(
+                f"per_device_eval_batch_size={evaluated} x block_size={self.block_size} tokens cannot be shared by "
+                f"tp={layout.tp} ranks; use a multiple of {layout.tp // gcd(layout.tp, self.block_size)}"
+            )
+        return faults
+
+    def widest(self, *, ep: int | None = None) -> ParallelLayout | None:
+        """The largest group, at most a node's ranks, that breaks no rule and leaves the batch sizes whole."""
+        candidates = fitting_layouts(
+            self.sizes,
+            world_size=self.ranks.world_size,
+            max_tp=self.ranks.local_world_size,
+            ep=ep,
+            row_alignment=self.row_alignment,
+        )
+        for layout in candidates:
+            if not self.faults_of(layout) and not list(batch_faults(self.wish, layout=layout)):
+                return layout
+        return None
+
+
+class Settled(NamedTuple):
+    layout: ParallelLayout
+    batch: Batch
+    options: ParallelOptions
+
+
+def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, precision: str) -> Settled:
+    """Layout, batch and "parallel" options; what does not fit is added to the faults of `sources`."""
+    block = look_up(sources.ds_config, "parallel")
+    block = block if isinstance(block, Mapping) else {}
+    backend = _experts_backend(sources, block=block, ranks=ranks, precision=precision)
+    search = _Search(
+        sizes=sizes,
+        ranks=ranks,
+        wish=_batch_wish(sources),
+        block_size=sources.arguments.block_size,
+        row_alignment=ROW_ALIGNMENT[precision] if backend == "grouped" else 1,
+        strategy=_strategy(sources, block=block),
+    )
+    layout = _choose_layout(sources, block=block, search=search)
+    batch = solve_batch(search.wish, dp=layout.dp)
+    sources.faults += batch_faults(search.wish, layout=layout)
+    sources.faults += _with_widest_fit(search.faults_of(layout), search=search)
+    sources.notes.append(
+        f"{TOTAL_KEY} {batch.total} = micro {batch.micro} x accum {batch.accumulation} x dp {layout.dp}"
+    )
+    options = ParallelOptions(
+        tp=layout.tp,
+        ep=layout.ep,
+        strategy=search.strategy,
+        cuda_graph=False,
+        wire=settle_wire(sources, block=block, sizes=sizes, layout=layout, strategy=search.strategy),
+        experts_backend=backend,
+    )
+    if search.strategy == "auto" and layout.tp > 1:
+        sources.notes += _strategy_notes(search, layout, regather=options.wire.regather)
+    return Settled(layout, batch, options)
+
+
+def solve_batch(wish: BatchWish, *, dp: int) -> Batch:
+    """Derive what is missing; where it does not come out even, `batch_faults` says so and this rounds down to >= 1."""
+    micro, accumulation, total = wish.micro, wish.accumulation, wish.total
+    if total is None:
+        micro, accumulation = micro or wish.default_micro, accumulation or 1
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = max(1, total // (accumulation * dp))
+    elif accumulation is None:
+        accumulation = max(1, total // (micro * dp))
+    assert accumulation is not None, "each branch settles both"
+    return Batch(micro, accumulation, micro * accumulation * dp)
+
+
+def batch_faults(wish: BatchWish, *, layout: ParallelLayout) -> Iterator[str]:
+    """One fault where the three sizes do not multiply out."""
+    micro, accumulation, total = solve_batch(wish, dp=layout.dp)
+    if wish.total is None or wish.total == total:
+        return
+    ranks = f"tp={layout.tp}, dp={layout.dp}, world={layout.world_size}: the tp ranks of a group share a micro-batch"
+    if wish.micro is not None and wish.accumulation is not None:
+        yield (
+            f"{TOTAL_KEY}={wish.total}, but micro {micro} x accum {accumulation} x dp {layout.dp} = {total} ({ranks}); "
+            f'use {TOTAL_KEY}={total}, or "auto"'
+        )
+    else:
+        fixed = micro if wish.micro is not None else accumulation if wish.accumulation is not None else 1
+        name = "micro" if wish.micro is not None else "accum"
+        yield (
+            f"{TOTAL_KEY}={wish.total} is not a multiple of {name} {fixed} x dp {layout.dp} = {fixed * layout.dp} "
+            f"({ranks}); the nearest that is: {max(1, round(wish.total / (fixed * layout.dp))) * fixed * layout.dp}"
+        )
+
+
+def _batch_wish(sources: Sources) -> BatchWish:
+    micro = sources.read("per_device_train_batch_size", paths=(MICRO_KEY,))
+    accumulation = sources.read("gradient_accumulation_steps", paths=(ACCUMULATION_KEY,))
+    total = look_up(sources.ds_config, TOTAL_KEY)
+    if total not in (None, "auto"):
+        try:
+            total = convert(total, kind=int)
+        except ValueError as error:
+            sources.faults.append(f'"{TOTAL_KEY}" in {sources.file}: {error}')
+            total = None
+    if isinstance(total, int) and total < 1:
+        sources.faults.append(f'"{TOTAL_KEY}" in {sources.file}: {total} is too small; the least is 1')
+        total = None
+    return BatchWish(
+        micro=micro.value if micro.place else None,
+        accumulation=accumulation.value if accumulation.place else None,
+        total=None if total == "auto" else total,
+        default_micro=sources.arguments.per_device_train_batch_size,
+        evaluated=sources.arguments.per_device_eval_batch_size,
+    )
+
+
+def _choose_layout(sources: Sources, *, block: Mapping[str, Any], search: _Search) -> ParallelLayout:
+    """The layout asked for; for each "auto", the widest group and then the most whole experts per rank that fit."""
+    world_size = search.ranks.world_size
+    tp, ep = (_size(sources, block=block, key=key) for key in ("tp", "ep"))
+    if tp is not None:
+        shares = allowed_ep(search.sizes, tp) if tp >= 1 and search.strategy != "gather_weights" else []
+        layout = ParallelLayout(
+            dp=max(1, world_size // max(1, tp)), tp=tp, ep=ep if ep is not None else max(shares, default=1)
+        )
+    else:
+        # Where nothing fits, the rules that a single rank breaks are those to report.
+        layout = search.widest(ep=ep) or ParallelLayout(dp=world_size, tp=1, ep=1 if ep is None else ep)
+        sources.notes.append(f'"parallel.tp": "auto" became {layout.tp} (world {world_size})')
+    if ep is None:
+        sources.notes.append(f'"parallel.ep": "auto" became {layout.ep} ({layout})')
+    return layout
+
+
+def _size(sources: Sources, *, block: Mapping[str, Any], key: str) -> int | None:
+    """A whole number, or None for "auto" or an absent key."""
+    value = block.get(key, "auto")
+    if value == "auto":
+        return None
+    try:
+        return int(convert(value, kind=int))
+    except ValueError as error:
+        sources.faults.append(f'"parallel.{key}" in {sources.file}: {error}; give one or "auto"')
+        return None
+
+
+def _with_widest_fit(faults: Sequence[str], *, search: _Search) -> list[str]:
+    """The faults, and a last line with a layout that breaks none of these rules, where there is one."""
+    widest = search.widest() if faults else None
+    if widest is None:
+        return list(faults)
+    return [
+        *faults,
+        f'the largest layout that fits is {widest}: "parallel": {{"tp": {widest.tp}, "ep": {widest.ep}}}',
+    ]
+
+
+def grouped_product_waits(ranks: WorldInfo, *, precision: str) -> bool:
+    """Whether torch's grouped product reads its offsets on the host; modeling/triton_products.py has the same rule."""
+    capability = ranks.compute_capability
+    return precision != "bf16" or capability is None or capability[0] not in SYNC_FREE_CAPABILITIES
+
+
+def default_experts_backend(ranks: WorldInfo, *, precision: str) -> str:
+    """What "auto" takes: on a GPU what leaves the host alone."""
+    on_gpu = "triton" if grouped_product_waits(ranks, precision=precision) else "grouped"
+    return on_gpu if ranks.device == "cuda" else "loop"
+
+
+def _experts_backend(sources: Sources, *, block: Mapping[str, Any], ranks: WorldInfo, precision: str) -> str:
+    backend = block.get("experts_backend", "auto")
+    if backend == "auto":
+        return default_experts_backend(ranks, precision=precision)
+    if backend not in EXPERTS_BACKENDS:
+        sources.faults.append(
+            f'"parallel.experts_backend": {backend!r} is not one of auto, {", ".join(EXPERTS_BACKENDS)}'
+        )
+    return str(backend)
+
+
+def _strategy(sources: Sources, *, block: Mapping[str, Any]) -> str:
+    strategy = block.get("strategy", STRATEGIES[0])
+    if strategy not in STRATEGIES:
+        sources.faults.append(f'"parallel.strategy": {strategy!r} is not one of {", ".join(STRATEGIES)}')
+        return STRATEGIES[0]
+    return str(strategy)
+
+
+def _strategy_notes(search: _Search, layout: ParallelLayout, *, regather: bool) -> Iterator[str]:
+    """What "auto" takes for the shapes of training and evaluation; the layer decides anew for every micro-batch."""
+    micro = solve_batch(search.wish, dp=layout.dp).micro
+    shapes = dict.fromkeys((micro, search.wish.evaluated or micro))
+    for num_tokens in (sequences * search.block_size for sequences in shapes):
+        traffic = MoeTraffic(
+            sizes=search.sizes, layout=layout, num_tokens=num_tokens, element_bytes=2, regather=regather
+        )
+        threshold = tokens_where_weights_pay(search.sizes)
+        yield (
+            f'"parallel.strategy": "auto" takes {choose_strategy(traffic)} for {num_tokens} tokens '
+            f"(weights travel less from {threshold:,.0f} on, where ep=1)"
+        )

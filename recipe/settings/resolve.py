@@ -1,0 +1,227 @@
+"""Resolves flags and a DeepSpeed JSON into one complete configuration, or lists everything that is wrong with them.
+
+Nothing is left to be guessed later: no "auto" reaches DeepSpeed, and no key that nobody reads goes unnoticed.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from modeling.layout import ModelSizes, ParallelLayout
+from recipe.settings.config_files import load_ds_config
+from recipe.settings.deepspeed_keys import (
+    MERGED_KEYS,
+    OUR_BLOCKS,
+    REFUSED_BLOCKS,
+    auto_paths,
+    look_up,
+    refused_keys,
+    shape_faults,
+    size_faults,
+    unknown_keys,
+)
+from recipe.settings.flags import Arguments
+from recipe.settings.graphs import GraphFacts, settle_graphs
+from recipe.settings.layout import Batch, ParallelOptions, WorldInfo, settle_layout
+from recipe.settings.schedule import ScheduleOptions
+from recipe.settings.sources import Sources
+from recipe.settings.training import (
+    OptimizerOptions,
+    settle_optimizer,
+    settle_precision,
+    settle_schedule_options,
+    settle_zero_stage,
+)
+from recipe.shared.flops import count_parameters
+
+__all__ = ["OptimizerOptions", "ParallelOptions", "ResolvedConfig", "WorldInfo", "load_ds_config", "resolve_config"]
+
+# DeepSpeed's own progress line; ours replaces it.
+NEVER_PRINT_STEPS = 1_000_000_000
+# Numbers that DeepSpeed sums at once where nothing else is said; ZeRO reserves room for all of them.
+BUCKET_KEY = "reduce_bucket_size"
+USUAL_BUCKET = 500_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """Everything a run needs to know before a model is built.
+
+    engine         what `deepspeed.initialize` gets as `config`
+    num_sequences  B, sequences a group works on at once
+    accumulation   micro-batches per optimizer step
+    precision      "fp32" or "bf16"
+    notes          what each "auto" became and what was chosen for the user, to be printed at the start
+    """
+
+    engine: dict[str, Any]
+    parallel: ParallelOptions
+    layout: ParallelLayout
+    optimizer: OptimizerOptions
+    schedule: ScheduleOptions
+    num_sequences: int
+    accumulation: int
+    block_size: int
+    precision: str
+    zero_stage: int
+    notes: tuple[str, ...]
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step over all groups: the global batch."""
+        return self.num_sequences * self.accumulation * self.layout.dp
+
+
+def resolve_config(
+    arguments: Arguments,
+    *,
+    ds_config: Mapping[str, Any],
+    ranks: WorldInfo,
+    sizes: ModelSizes,
+    attention_dropout: float = 0.0,
+    extra_faults: Sequence[str] = (),
+    extra_notes: Sequence[str] = (),
+) -> ResolvedConfig:
+    """The one configuration that `arguments` and `ds_config` agree on for these ranks and this model.
+
+    ValueError lists every unknown key, refused setting, conflict and broken rule at once, together with the
+    `extra_faults` that the caller found elsewhere. `extra_notes` come first in the notes. `ds_config` stays as it is.
+    """
+    broken = list(shape_faults(ds_config))
+    if broken:  # nothing inside such a block can be read
+        raise _error([*broken, *extra_faults], file=arguments.ds_config)
+    sources = Sources(arguments, ds_config=ds_config)
+    sources.notes += extra_notes
+    _check_keys(sources)
+    precision = settle_precision(sources)
+    layout, batch, parallel = settle_layout(sources, ranks=ranks, sizes=sizes, precision=precision)
+    stage = settle_zero_stage(
+        sources,
+        precision=precision,
+        accumulation=batch.accumulation,
+        dp_crosses_nodes=layout.dp > 1 and ranks.world_size > ranks.local_world_size,
+    )
+    facts = GraphFacts(
+        ranks, sizes=sizes, options=parallel, precision=precision, zero_stage=stage, attention_dropout=attention_dropout
+    )
+    parallel = replace(parallel, cuda_graph=settle_graphs(sources, facts=facts))
+    sources.faults += dropout_faults(attention_dropout, tp=layout.tp)
+    if arguments.place_experts and layout.ep == 1:
+        sources.faults.append(f"--place_experts needs whole experts that can move: ep > 1, not ep={layout.ep}")
+    if stage == 3 and parallel.wire.resident_experts:
+        sources.faults.append(
+            '"parallel.resident_experts" cannot be used with ZeRO-3, which leaves no rank whole experts to lend; use '
+            "stage 0, 1 or 2"
+        )
+    optimizer = settle_optimizer(sources)
+    schedule = settle_schedule_options(sources, learning_rate=optimizer.learning_rate)
+    engine = _engine_config(sources, batch=batch, precision=precision, stage=stage, sizes=sizes, tp=layout.tp)
+    engine["gradient_clipping"] = optimizer.max_grad_norm
+    sources.faults += [
+        f'"{path}" is "auto", which only Hugging Face\'s Trainer could fill in; give a value or leave it out'
+        for path in auto_paths(engine)
+    ]
+    sources.faults += extra_faults
+    if sources.faults:
+        raise _error(sources.faults, file=arguments.ds_config)
+    return ResolvedConfig(
+        engine=engine,
+        parallel=parallel,
+        layout=layout,
+        optimizer=optimizer,
+        schedule=schedule,
+        num_sequences=batch.micro,
+        accumulation=batch.accumulation,
+        block_size=arguments.block_size,
+        precision=precision,
+        zero_stage=stage,
+        notes=tuple(sources.notes),
+    )
+
+
+def _error(faults: list[str], *, file: str | None) -> ValueError:
+    """One message for all faults; the same fault found twice is said once."""
+    lines = "\n".join(f"  - {fault}" for fault in dict.fromkeys(faults))
+    return ValueError(f"the settings ({file or 'flags only'}) cannot be used:\n{lines}")
+
+
+def _check_keys(sources: Sources) -> None:
+    for path, fault in unknown_keys(sources.ds_config):
+        ours = path.partition(".")[0] in (*OUR_BLOCKS, *MERGED_KEYS)  # DeepSpeed never sees these
+        if sources.arguments.allow_unknown_ds_keys and not ours:
+            sources.notes.append(f"{fault} (passed on, since --allow_unknown_ds_keys is set)")
+        else:
+            sources.faults.append(fault if ours else f"{fault}; --allow_unknown_ds_keys passes it on")
+    sources.faults += refused_keys(sources.ds_config)
+    sources.faults += size_faults(sources.ds_config)
+
+
+def dropout_faults(attention_dropout: float, *, tp: int) -> Iterator[str]:
+    if attention_dropout > 0 and tp > 1:
+        yield (
+            f"attention_dropout={attention_dropout} cannot be used with tp={tp}: the ranks of a group would drop "
+            "different values; set it to 0 in the model's configuration, or use tp=1"
+        )
+
+
+def _engine_config(
+    sources: Sources, *, batch: Batch, precision: str, stage: int, sizes: ModelSizes, tp: int
+) -> dict[str, Any]:
+    """A copy of the user's JSON without our blocks and those merged into our options, and with all sizes filled in."""
+    left_out = (*OUR_BLOCKS, *MERGED_KEYS, *REFUSED_BLOCKS)
+    engine = {key: copy.deepcopy(value) for key, value in sources.ds_config.items() if key not in left_out}
+    engine["train_micro_batch_size_per_gpu"] = batch.micro
+    engine["gradient_accumulation_steps"] = batch.accumulation
+    engine["train_batch_size"] = batch.total
+    engine["bf16"] = {**engine.get("bf16", {}), "enabled": precision == "bf16"}
+    engine["fp16"] = {"enabled": False}
+    engine["zero_allow_untested_optimizer"] = True
+    engine["zero_force_ds_cpu_optimizer"] = False
+    engine.setdefault("steps_per_print", NEVER_PRINT_STEPS)
+    zero = zero_block(engine.get("zero_optimization", {}), stage=stage, sizes=sizes, tp=tp, precision=precision)
+    engine["zero_optimization"] = zero.block
+    sources.notes += zero.notes
+    if precision == "bf16":
+        engine["data_types"] = {**engine.get("data_types", {}), "grad_accum_dtype": "fp32"}
+        engine["communication_data_type"] = "fp32"
+        sources.notes.append("bf16: gradients are summed in float32, over micro-batches and between ranks")
+    return engine
+
+
+class ZeroBlock(NamedTuple):
+    block: dict[str, Any]
+    notes: list[str]
+
+
+def zero_block(block: Mapping[str, Any], *, stage: int, sizes: ModelSizes, tp: int, precision: str) -> ZeroBlock:
+    """The block with its stage, and the three "auto" sizes that the Hugging Face convention derives from the width.
+
+    Where nothing is said about the reduce bucket, it is no larger than a rank's share of a group's weights.
+    """
+    width = sizes.hidden_size
+    derived = {
+        BUCKET_KEY: width * width,
+        "stage3_prefetch_bucket_size": width * width * 9 // 10,
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    zero, notes = {**block, "stage": stage}, []
+    for key, value in derived.items():
+        if look_up(block, key) == "auto":
+            zero[key] = value
+            notes.append(f'"zero_optimization.{key}": "auto" became {value} (from hidden_size {width})')
+    held = -(-count_parameters(sizes).total // max(1, tp))
+    if BUCKET_KEY not in zero and reserves_bucket(stage, precision=precision) and held < USUAL_BUCKET:
+        zero[BUCKET_KEY] = held
+        notes.append(
+            f'"zero_optimization.{BUCKET_KEY}" became {held}: a rank of a group of {tp} has about as many weights, and '
+            f"ZeRO reserves room for a whole bucket, {USUAL_BUCKET} by default"
+        )
+    if stage == 3:
+        zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
+    return ZeroBlock(zero, notes)
+
+
+def reserves_bucket(stage: int, *, precision: str) -> bool:
+    """Whether DeepSpeed makes a buffer of the bucket's size; stage 1 in bf16 is another optimizer, which has none."""
+    return stage >= 2 or (stage == 1 and precision == "fp32")

@@ -1,0 +1,204 @@
+"""Settles precision, ZeRO stage, optimizer and schedule from the flags and the DeepSpeed JSON."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipe.settings.deepspeed_keys import look_up
+from recipe.settings.schedule import ScheduleOptions, schedule_faults, settle_schedule
+from recipe.settings.sources import Found, Sources
+from recipe.settings.values import convert
+
+# DeepSpeed's scheduler types and the shapes of ours that equal them with a linear warm-up.
+SCHEDULERS: Mapping[str, str] = {
+    "WarmupLR": "constant_with_warmup",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine_with_min_lr",
+}
+OPTIMIZER_TYPES = ("AdamW", "Adam")
+DEEPSPEED_COS_MIN_RATIO = 0.0001  # what WarmupCosineLR takes where the JSON names none
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW with decoupled weight decay. `max_grad_norm` 0 clips nothing."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
+def settle_precision(sources: Sources) -> str:
+    """ "fp32" or "bf16"; float16 is refused."""
+    bf16 = sources.take("bf16", paths=("bf16.enabled",))
+    fp16 = look_up(sources.ds_config, "fp16.enabled")
+    if fp16 == "auto":
+        sources.notes.append('"fp16.enabled": "auto" became false')
+    elif fp16 not in (None, False):
+        both = "bf16 and fp16 are both on; " if bf16 else ""
+        sources.faults.append(
+            f'{both}"fp16.enabled": {fp16!r} in {sources.file} cannot be used: float16 needs loss scaling, which the '
+            "router and the losses here do not have; use bf16"
+        )
+    return "bf16" if bf16 else "fp32"
+
+
+def settle_zero_stage(sources: Sources, *, precision: str, accumulation: int, dp_crosses_nodes: bool) -> int:
+    """The ZeRO stage. By default 2, or 1 where every micro-batch's reduction would cross nodes."""
+    stage = look_up(sources.ds_config, "zero_optimization.stage")
+    if stage in (None, "auto"):
+        stage = 1 if accumulation > 1 and dp_crosses_nodes else 2
+        reason = "ZeRO-2 would reduce between nodes once per micro-batch" if stage == 1 else "the default"
+        sources.notes.append(f'"zero_optimization.stage" became {stage} ({reason})')
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        sources.faults.append(f'"zero_optimization.stage": {stage!r} is not one of 0, 1, 2, 3')
+        return 2
+    sources.faults += zero_stage_faults(stage, precision=precision)
+    return int(stage)
+
+
+def zero_stage_faults(stage: int, *, precision: str) -> Iterator[str]:
+    """What a stage cannot be used with."""
+    if stage == 0 and precision == "bf16":
+        yield "bf16 cannot be used with ZeRO stage 0, which clips by a wrong gradient norm there; use stage 1, 2 or 3"
+
+
+def settle_optimizer(sources: Sources) -> OptimizerOptions:
+    """AdamW's numbers; the "optimizer" block must describe AdamW as well."""
+    kind = look_up(sources.ds_config, "optimizer.type")
+    if kind is not None and kind not in OPTIMIZER_TYPES:
+        sources.faults.append(
+            f'"optimizer.type": {kind!r} in {sources.file} is not available; the optimizer is AdamW: '
+            'use "AdamW" or leave the block out'
+        )
+    rate = sources.take("learning_rate", paths=("optimizer.params.lr", "scheduler.params.warmup_max_lr"))
+    return OptimizerOptions(
+        learning_rate=rate,
+        betas=_betas(sources),
+        eps=sources.take("adam_epsilon", paths=("optimizer.params.eps",)),
+        weight_decay=sources.take("weight_decay", paths=("optimizer.params.weight_decay",)),
+        max_grad_norm=sources.take("max_grad_norm", paths=("gradient_clipping",)),
+    )
+
+
+def settle_schedule_options(sources: Sources, *, learning_rate: float) -> ScheduleOptions:
+    """The schedule, with `max_steps` None where the run is given in epochs."""
+    arguments = sources.arguments
+    warmup = sources.take("warmup_steps", paths=("scheduler.params.warmup_num_steps",))
+    max_steps = sources.take("max_steps", paths=("scheduler.params.total_num_steps",))
+    kind = _kind(sources)
+    options = ScheduleOptions(
+        kind=kind,
+        warmup_steps=int(warmup) if warmup >= 1 else 0,
+        warmup_ratio=warmup if warmup < 1 else 0.0,
+        max_steps=max_steps if max_steps > 0 else None,
+        num_train_epochs=arguments.num_train_epochs,
+        min_lr_ratio=_min_lr_ratio(sources, kind=kind, learning_rate=learning_rate),
+    )
+    if warmup > 1 and warmup != int(warmup):
+        sources.faults.append(f"warmup_steps={warmup} is neither a whole number of steps nor a share below 1")
+    _check_scheduler_params(sources)
+    faults = list(schedule_faults(options))
+    sources.faults += faults
+    return options if faults else settle_schedule(options)
+
+
+def _betas(sources: Sources) -> tuple[float, float]:
+    arguments = sources.arguments
+    ours = (arguments.adam_beta1, arguments.adam_beta2)
+    theirs = look_up(sources.ds_config, "optimizer.params.betas")
+    if theirs is None:
+        return ours
+    if theirs == "auto":
+        sources.notes.append(f'"optimizer.params.betas": "auto" became {list(ours)} (--adam_beta1, --adam_beta2)')
+        return ours
+    try:
+        first, second = (convert(beta, kind=float) for beta in theirs)
+    except (TypeError, ValueError):
+        sources.faults.append(f'"optimizer.params.betas": {theirs!r} in {sources.file} is not a list of two numbers')
+        return ours
+    for index, (flag, value) in enumerate((("adam_beta1", first), ("adam_beta2", second))):
+        there = Found(value, f'"optimizer.params.betas"[{index}] in {sources.file}')
+        if not 0 <= value <= 1:
+            sources.faults.append(f"{there.place}: {value} must lie between 0 and 1")
+        if flag in arguments.given:
+            sources.agree([Found(ours[index], f"--{flag} {arguments.place(flag)}"), there])
+    return first, second
+
+
+def _kind(sources: Sources) -> str:
+    """The shape; a "scheduler" block and --lr_scheduler_type must name the same one."""
+    arguments, theirs = sources.arguments, look_up(sources.ds_config, "scheduler.type")
+    if theirs is None:
+        return arguments.lr_scheduler_type
+    if theirs not in SCHEDULERS:
+        sources.faults.append(
+            f'"scheduler.type": {theirs!r} in {sources.file} is not available; use one of {", ".join(SCHEDULERS)}, '
+            "or leave the block out and use --lr_scheduler_type"
+        )
+        return arguments.lr_scheduler_type
+    kind = SCHEDULERS[theirs]
+    if "lr_scheduler_type" in arguments.given:
+        place = f"--lr_scheduler_type {arguments.place('lr_scheduler_type')}"
+        there = f'"scheduler.type": "{theirs}" in {sources.file}'
+        sources.agree([Found(arguments.lr_scheduler_type, place), Found(kind, there)])
+    sources.notes.append(f'"scheduler.type": "{theirs}" became lr_scheduler_type {kind}, with a linear warm-up')
+    return kind
+
+
+def _min_lr_ratio(sources: Sources, *, kind: str, learning_rate: float) -> float:
+    """The final learning rate as a share of the peak, from --lr_scheduler_kwargs or WarmupCosineLR's cos_min_ratio."""
+    arguments = sources.arguments
+    ratios = []
+    for key, value in arguments.lr_scheduler_kwargs.items():
+        place = f"--lr_scheduler_kwargs {key} {arguments.place('lr_scheduler_kwargs')}"
+        if key not in ("min_lr_rate", "min_lr"):
+            sources.faults.append(f"{place} is unknown; use min_lr_rate or min_lr")
+        else:
+            whole = learning_rate if key == "min_lr" else 1.0
+            ratios.append(Found(_share(sources, place=place, value=value, whole=whole), place))
+    if ratios and kind != "cosine_with_min_lr":
+        sources.faults.append(f"{ratios[0].place} needs --lr_scheduler_type cosine_with_min_lr, not {kind}")
+    theirs = look_up(sources.ds_config, "scheduler.params.cos_min_ratio")
+    if theirs not in (None, "auto"):
+        place = f'"scheduler.params.cos_min_ratio" in {sources.file}'
+        ratios.append(Found(_share(sources, place=place, value=theirs), place))
+    elif not ratios and look_up(sources.ds_config, "scheduler.type") == "WarmupCosineLR":
+        sources.notes.append(f'"scheduler.params.cos_min_ratio" became DeepSpeed\'s default {DEEPSPEED_COS_MIN_RATIO}')
+        return DEEPSPEED_COS_MIN_RATIO
+    if not ratios and kind == "cosine_with_min_lr" and not arguments.lr_scheduler_kwargs:
+        sources.faults.append(
+            "--lr_scheduler_type cosine_with_min_lr needs the final rate: --lr_scheduler_kwargs min_lr_rate=0.1"
+        )
+    sources.agree(ratios)
+    return ratios[0].value if ratios else 0.0
+
+
+def _share(sources: Sources, *, place: str, value: Any, whole: float = 1.0) -> float:
+    """`value` as a share of `whole`."""
+    try:
+        number = float(convert(value, kind=float))
+    except ValueError as error:
+        sources.faults.append(f"{place}: {error}")
+        return 0.0
+    if not 0 <= number <= whole:
+        sources.faults.append(f"{place}: {number} must lie between 0 and {whole:g}")
+        return 0.0
+    return number / whole if whole else 0.0
+
+
+def _check_scheduler_params(sources: Sources) -> None:
+    """Settings of DeepSpeed's schedulers that ours have no counterpart for."""
+    for key, allowed in (
+        ("warmup_min_lr", (0, "auto")),
+        ("warmup_min_ratio", (0, "auto")),
+        ("warmup_type", ("linear",)),
+    ):
+        value = look_up(sources.ds_config, f"scheduler.params.{key}")
+        if value is not None and value not in allowed:
+            sources.faults.append(
+                f'"scheduler.params.{key}": {value!r} in {sources.file} is not available; '
+                f"the warm-up is linear from 0: use {allowed[0]!r} or leave it out"
+            )

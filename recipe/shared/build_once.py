@@ -1,0 +1,127 @@
+"""What all ranks read is made once per file system; a folder is built out of sight and appears when it is whole."""
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+from uuid import uuid4
+
+from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every_rank, run_in_steps
+
+LOCK_POLL_S = 0.1
+
+
+class _View(NamedTuple):
+    """What one rank sees."""
+
+    host: str
+    present: bool
+
+
+def build_once(folder: Path, build: Callable[[Path], Iterator[None]], *, ranks: Ranks, host: str | None = None) -> None:
+    """Make `folder` exist for every rank; `build` fills the empty folder it is given, in steps; collective.
+
+    The lowest rank that does not see the folder builds it; where hosts share no file system, the lowest rank of each
+    host that still misses it builds another, so `build` must give the same files everywhere. Other programs that want
+    the same folder wait for this one, or this one for them. `host` is this machine's name.
+    """
+    once_per_file_system(
+        lambda: _build(folder, build), is_present=folder.is_dir, what=str(folder), ranks=ranks, host=host
+    )
+
+
+def once_per_file_system(
+    work: Callable[[], Generator[None, None, None]],
+    *,
+    is_present: Callable[[], bool],
+    what: str,
+    ranks: Ranks,
+    host: str | None = None,
+) -> None:
+    """Let every rank see what `work` makes, in steps, on as few ranks as that takes; collective.
+
+    The lowest rank that does not see it makes it, then the lowest of each host that still does not. RuntimeError on all
+    ranks, which says `what` it is, where one does not see it even then; an error of `is_present` is raised on all, too.
+    """
+    host = socket.gethostname() if host is None else host
+    for choose in (_first_rank, _first_rank_of_each_host):
+        builders = choose(_views(is_present, host=host, ranks=ranks))
+        if builders:
+            run_in_steps(work() if ranks.rank in builders else None, ranks=ranks)
+    missing = [rank for rank, view in enumerate(_views(is_present, host=host, ranks=ranks)) if not view.present]
+    if missing:
+        raise RuntimeError(f"ranks {missing} do not see {what} although a rank of their host made it")
+
+
+def discard(folder: Path, *, ranks: Ranks) -> None:
+    """Remove `folder` on every file system; programs that have its files open keep them; collective."""
+    on_every_rank(lambda: _remove(folder), ranks=ranks)
+
+
+def _views(is_present: Callable[[], bool], *, host: str, ranks: Ranks) -> list[_View]:
+    return ranks.gather(_View(host, on_every_rank(is_present, ranks=ranks)))
+
+
+def _first_rank(views: list[_View]) -> set[int]:
+    return set([rank for rank, view in enumerate(views) if not view.present][:1])
+
+
+def _first_rank_of_each_host(views: list[_View]) -> set[int]:
+    first: dict[str, int] = {}
+    for rank, view in enumerate(views):
+        if not view.present:
+            first.setdefault(view.host, rank)
+    return set(first.values())
+
+
+def _build(folder: Path, build: Callable[[Path], Iterator[None]]) -> Generator[None, None, None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The lock ends with its holder, however that dies, so whoever has it may clear what a dead builder left.
+    with open(folder.with_name(f"{folder.name}.lock"), "a") as lock:
+        while not _locked(lock):
+            yield
+            time.sleep(LOCK_POLL_S)
+        if folder.is_dir():
+            return
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        try:
+            yield from build(unfinished)
+            _flush_to_disk(unfinished)
+            unfinished.rename(folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """A rename may reach the disk before the bytes it names, unless they are sent ahead."""
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    aside = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(aside)

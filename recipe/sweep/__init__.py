@@ -1,1 +1,0 @@
-"""The best plans, each run for a few steps and held against what was predicted."""

@@ -1,0 +1,316 @@
+"""What the numbers of a training step mean: summed over micro-batches, over steps since the last log, and over ranks.
+
+A loss is the sum of token losses divided by the number of predicted tokens, so that every token weighs the same. The
+ranks of a group work on the same tokens and hold the same sums, of which one copy counts.
+"""
+
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from modeling.layout import ModelSizes
+from modeling.outputs import TokenSums
+from recipe.shared.flops import model_flops_per_token
+
+LOADS = ("rho", "dead_experts", "router_entropy")  # what is logged of every MoE layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums since the last log; plain numbers, so that ranks can exchange them.
+
+    The tuples have one entry per MoE layer and are empty in a model without one: sums over tokens of both losses and of
+    the entropy of the router's scores, `expert_counts`, the token-expert pairs of each expert, and `dropped`, those
+    that found no room, empty where there is no capacity. `slowest` and `slowest_bound` are rows as in RankLoads.
+    """
+
+    loss_sum: float
+    num_targets: int
+    num_tokens: int
+    squared_lengths: int
+    aux_sums: tuple[float, ...]
+    z_sums: tuple[float, ...]
+    entropy_sums: tuple[float, ...]
+    expert_counts: tuple[tuple[float, ...], ...]
+    dropped: tuple[float, ...]
+    slowest: tuple[float, ...]
+    slowest_bound: tuple[float, ...]
+    peak_memory_bytes: int
+
+
+class StepMeter:
+    """Adds up micro-batches on the device they are on; nothing is read by the host before `take`."""
+
+    def __init__(self) -> None:
+        self._sums: TokenSums | None = None  # in float64
+        self._num_targets = self._num_tokens = self._squared_lengths = 0
+
+    def add(self, token_sums: TokenSums, *, num_targets: int, num_tokens: int, squared_lengths: int) -> None:
+        """Add a step, or a part of one, of the group; `squared_lengths` is the sum of length^2 over its documents."""
+        sums = [part.detach().double() for part in token_sums]
+        if self._sums is not None:
+            earlier = _with_rank_loads_of(TokenSums(*sums), sums=self._sums)
+            sums = [old + new for old, new in zip(earlier, sums, strict=True)]
+        self._sums = TokenSums(*sums)
+        self._num_targets += num_targets
+        self._num_tokens += num_tokens
+        self._squared_lengths += squared_lengths
+
+    def take(self, *, peak_memory_bytes: int) -> Totals:
+        """The sums so far, which then start again at zero. Waits for the device, once."""
+        if self._sums is None:
+            raise ValueError("nothing was added since the last time; call add() for every micro-batch")
+        flat = torch.cat([part.flatten() for part in self._sums]).cpu().split([part.numel() for part in self._sums])
+        sums = TokenSums(*(part.view(like.shape) for part, like in zip(flat, self._sums, strict=True)))
+        totals = Totals(
+            loss_sum=sums.nll.item(),
+            num_targets=self._num_targets,
+            num_tokens=self._num_tokens,
+            squared_lengths=self._squared_lengths,
+            aux_sums=tuple(sums.balance_L.tolist()),
+            z_sums=tuple(sums.z_L.tolist()),
+            entropy_sums=tuple(sums.entropy_L.tolist()),
+            expert_counts=tuple(tuple(counts) for counts in sums.expert_counts.tolist()),
+            dropped=tuple(sums.dropped_L.tolist()),
+            slowest=tuple(sums.slowest_L.tolist()),
+            slowest_bound=tuple(sums.bound_L.tolist()),
+            peak_memory_bytes=peak_memory_bytes,
+        )
+        self._sums = None
+        self._num_targets = self._num_tokens = self._squared_lengths = 0
+        return totals
+
+    def renumber_experts(self, numbers_by_layer: Sequence[Sequence[int]]) -> None:
+        """Count what expert i of a layer was sent so far for expert numbers[i] from now on."""
+        if self._sums is None:
+            return
+        counts = torch.empty_like(self._sums.expert_counts)
+        for row, old_row, numbers in zip(counts, self._sums.expert_counts, numbers_by_layer, strict=True):
+            row[torch.tensor(numbers, device=row.device)] = old_row
+        self._sums = self._sums._replace(expert_counts=counts)
+
+    def state(self) -> dict[str, Any]:
+        """The sums so far, for a checkpoint between two logged steps."""
+        sums = None if self._sums is None else [part.tolist() for part in self._sums]
+        return {"sums": sums, "counts": (self._num_targets, self._num_tokens, self._squared_lengths)}
+
+    def restore(self, state: dict[str, Any], *, device: torch.device) -> None:
+        """Go on from a `state()`."""
+        sums = state["sums"]
+        if sums is not None:
+            sums = TokenSums(*(torch.tensor(part, dtype=torch.float64, device=device) for part in sums))
+        self._sums = sums
+        self._num_targets, self._num_tokens, self._squared_lengths = state["counts"]
+
+
+def merge_meters(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The `state()` of a meter that added all that the meters of these states did; of none, that of a new one."""
+    if not states:
+        return StepMeter().state()
+    sums = [state["sums"] for state in states if state["sums"] is not None]
+    merged = [torch.tensor(parts, dtype=torch.float64).sum(0).tolist() for parts in zip(*sums, strict=True)]
+    counts = zip(*(state["counts"] for state in states), strict=True)
+    return {"sums": merged or None, "counts": tuple(sum(values) for values in counts)}
+
+
+def combine_ranks(by_rank: Sequence[Totals], *, tp: int) -> Totals:
+    """The sums of the whole run from those of every rank, in rank order: groups of tp ranks count once."""
+    groups = by_rank[::tp]
+    return Totals(
+        loss_sum=math.fsum(group.loss_sum for group in groups),
+        num_targets=sum(group.num_targets for group in groups),
+        num_tokens=sum(group.num_tokens for group in groups),
+        squared_lengths=sum(group.squared_lengths for group in groups),
+        aux_sums=_add_up([group.aux_sums for group in groups]),
+        z_sums=_add_up([group.z_sums for group in groups]),
+        entropy_sums=_add_up([group.entropy_sums for group in groups]),
+        expert_counts=tuple(_add_up(counts) for counts in zip(*(group.expert_counts for group in groups), strict=True)),
+        dropped=_add_up([group.dropped for group in groups]),
+        slowest=_add_up([group.slowest for group in groups]),
+        slowest_bound=_add_up([group.slowest_bound for group in groups]),
+        peak_memory_bytes=max(rank.peak_memory_bytes for rank in by_rank),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """What a log line says of a step that is not a sum over tokens."""
+
+    step: int
+    lr: float
+    grad_norm: float | None  # None where the engine does not know it
+    tokens: int  # consumed since the run began, counted once per group, resumed runs included
+    skipped_steps: int
+    elapsed_s: float  # training time that the totals took
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One logged step, as the progress bar, the file and the tracker all show it."""
+
+    step: int
+    loss: float | None  # None where no token was predicted
+    aux_loss: float | None  # mean over the MoE layers; None without any
+    z_loss: float | None
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    model_flops_per_s: float
+    mfu: float
+    rho: tuple[float, ...] | None  # per MoE layer, the busiest expert's load over the mean load
+    dead_experts: tuple[int, ...] | None  # per MoE layer, experts that got no token since the last line
+    router_entropy: tuple[float, ...] | None  # per MoE layer, of the scores over all experts, in nats, mean over tokens
+    dropped: tuple[float, ...] | None  # per MoE layer, share of the choices that a capacity dropped; None without one
+    rank_rho: tuple[float, ...] | None  # per MoE layer, rows of the busiest rank over their mean; None where ep is 1
+    rank_rho_bound: tuple[float, ...] | None  # no choice of copies gives less; None without copies
+    skipped_steps: int
+    peak_memory_bytes: int  # of the rank with the highest
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values by name, without those of MoE layers, of a capacity or of shared experts where there are none."""
+        absent = {"aux_loss", "z_loss", *LOADS} if self.rho is None else set()
+        absent |= {name for name in ("dropped", "rank_rho", "rank_rho_bound") if getattr(self, name) is None}
+        return {name: value for name, value in asdict(self).items() if name not in absent}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """One evaluation after `step` optimizer steps."""
+
+    step: int
+    eval_loss: float | None
+    perplexity: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_step_record(totals: Totals, *, state: StepState, sizes: ModelSizes, peak_flops_per_s: float) -> StepRecord:
+    """Turn the run's totals into a log line; `peak_flops_per_s` is that of all devices together."""
+    tokens_per_s = totals.num_tokens / state.elapsed_s
+    attention_length = totals.squared_lengths / totals.num_tokens
+    flops_per_s = tokens_per_s * model_flops_per_token(sizes, attention_length=attention_length)
+    return StepRecord(
+        step=state.step,
+        loss=mean_loss(totals.loss_sum, num_targets=totals.num_targets),
+        aux_loss=moe_layer_mean([total / totals.num_tokens for total in totals.aux_sums]),
+        z_loss=moe_layer_mean([total / totals.num_tokens for total in totals.z_sums]),
+        grad_norm=state.grad_norm,
+        lr=state.lr,
+        tokens=state.tokens,
+        tokens_per_s=tokens_per_s,
+        model_flops_per_s=flops_per_s,
+        mfu=flops_per_s / peak_flops_per_s,
+        rho=tuple(load_ratio(counts) for counts in totals.expert_counts) or None,
+        dead_experts=tuple(counts.count(0) for counts in totals.expert_counts) or None,
+        router_entropy=tuple(total / totals.num_tokens for total in totals.entropy_sums) or None,
+        dropped=_dropped_shares(totals) if totals.dropped else None,
+        rank_rho=_over_rows(totals.slowest, totals=totals),
+        rank_rho_bound=_over_rows(totals.slowest_bound, totals=totals),
+        skipped_steps=state.skipped_steps,
+        peak_memory_bytes=totals.peak_memory_bytes,
+    )
+
+
+def make_eval_record(loss_sum: float, *, num_targets: int, step: int) -> EvalRecord:
+    loss = mean_loss(loss_sum, num_targets=num_targets)
+    if loss is None:
+        return EvalRecord(step=step, eval_loss=None, perplexity=None)
+    overflows = loss > math.log(sys.float_info.max)
+    return EvalRecord(step=step, eval_loss=loss, perplexity=math.inf if overflows else math.exp(loss))
+
+
+def mean_loss(loss_sum: float, *, num_targets: int) -> float | None:
+    """The loss per predicted token in nats; None where there is none."""
+    return loss_sum / num_targets if num_targets else None
+
+
+def moe_layer_mean(values: Sequence[float]) -> float | None:
+    """The mean over MoE layers, given one value for each of them; None in a model that has none."""
+    return sum(values) / len(values) if values else None
+
+
+def _over_rows(values: Sequence[float], *, totals: Totals) -> tuple[float, ...] | None:
+    """Values per MoE layer over the rows that experts had there: NaN where these are none, None without values."""
+    if not values:
+        return None
+    dropped = totals.dropped or (0.0,) * len(values)
+    rows = [sum(counts) - lost for counts, lost in zip(totals.expert_counts, dropped, strict=True)]
+    return tuple(value / row if row else math.nan for value, row in zip(values, rows, strict=True))
+
+
+def load_ratio(counts: Sequence[float]) -> float:
+    """The largest load over the mean load: 1 when balanced, len(counts) at worst, NaN when nothing was routed."""
+    return max(counts) * len(counts) / sum(counts) if sum(counts) else math.nan
+
+
+class TrainingClock:
+    """Counts the seconds spent on training, without what is spent under `paused()` (evaluation, saving)."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter, *, already_s: float = 0.0) -> None:
+        self._now = now
+        self._start_s = now() - already_s
+        self._paused_at_s: float | None = None
+
+    def elapsed_s(self) -> float:
+        """Seconds since the last lap, which goes on; in a pause, up to the beginning of that."""
+        return (self._now() if self._paused_at_s is None else self._paused_at_s) - self._start_s
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the start."""
+        start_s, self._start_s = self._start_s, self._now()
+        return self._start_s - start_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        paused_at_s = self._paused_at_s = self._now()
+        yield
+        self._start_s += self._now() - paused_at_s
+        self._paused_at_s = None
+
+
+def read_peak_memory_bytes(device: str) -> int:
+    """The most memory this process has held: allocated by torch on a "cuda" device, resident on a "cpu"."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    # getrusage would start from the peak of the launcher, which a child inherits through fork and exec.
+    if os.path.exists("/proc/self/status"):
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _with_rank_loads_of(like: TokenSums, *, sums: TokenSums) -> TokenSums:
+    """Sums of steps before a resume as if they had been taken with the ranks' loads that are measured since.
+
+    Where every rank had a slice of every expert, all were as busy as the busiest; where there were no slots for copies,
+    no choice of them could have helped.
+    """
+    slowest_L, bound_L = sums.slowest_L, sums.bound_L
+    if not slowest_L.numel():
+        slowest_L = sums.expert_counts.sum(-1) - (sums.dropped_L if sums.dropped_L.numel() else 0.0)
+    if not bound_L.numel():
+        bound_L = slowest_L
+    return sums._replace(
+        slowest_L=slowest_L if like.slowest_L.numel() else like.slowest_L,
+        bound_L=bound_L if like.bound_L.numel() else like.bound_L,
+    )
+
+
+def _dropped_shares(totals: Totals) -> tuple[float, ...]:
+    """Per MoE layer, of its choices; NaN where there was none."""
+    chosen = [sum(counts) for counts in totals.expert_counts]
+    return tuple(part / whole if whole else math.nan for part, whole in zip(totals.dropped, chosen, strict=True))
+
+
+def _add_up(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(math.fsum(column) for column in zip(*rows, strict=True))

@@ -1,0 +1,256 @@
+"""From settled settings to a run and an engine: data, tokenizer, model configuration, weights, optimizer."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils.tqdm import disable_progress_bars
+from transformers.utils.logging import set_verbosity
+
+from modeling.build import build_model
+from modeling.config import GatherMoeConfig
+from modeling.mesh import ParallelMesh
+from modeling.model import GatherMoeForCausalLM
+from recipe.checkpoint.run_folder import RunFolder
+from recipe.data.options import DataOptions, option_faults
+from recipe.data.prepare import PreparedData, prepare_data
+from recipe.engine.engine import Engine, build_optimizer, freeze_parameters
+from recipe.engine.graphs import CudaCapture, install_graphs
+from recipe.hf.config import choose_type
+from recipe.hf.download import fetch_model
+from recipe.hf.load import ExpertNoise, load_weights
+from recipe.hf.upload import claim_repository
+from recipe.launch.start import World, compute_capability
+from recipe.settings.flags import Arguments
+from recipe.settings.model import ModelSettings, read_model, run_options, sizes_of
+from recipe.settings.model_source import HubModel, is_on_hub
+from recipe.settings.resolve import ResolvedConfig, WorldInfo, load_ds_config, resolve_config
+from recipe.settings.schedule import settle_schedule
+from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every_rank, on_first_rank
+from recipe.train.records import tensorboard_faults
+from recipe.train.run import Run, describe_parameters
+
+# Any of them is enough for AutoTokenizer; old folders have no tokenizer_config.json.
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+
+
+class Request(NamedTuple):
+    """What the command line and the JSON ask for, checked against each other and against the ranks there are."""
+
+    arguments: Arguments
+    settings: ResolvedConfig
+    model: Mapping[str, Any]  # keyword arguments of GatherMoeConfig
+    world: World
+
+
+def settle_request(arguments: Arguments, *, world: World, model: ModelSettings, faults: Sequence[str] = ()) -> Request:
+    """Settle flags, DeepSpeed JSON and model for the ranks there are; ValueError lists `faults` with its own."""
+    settings = resolve_config(
+        arguments,
+        ds_config=load_ds_config(arguments.ds_config),
+        ranks=WorldInfo(
+            world_size=world.world_size,
+            local_world_size=world.local_world_size,
+            device=world.device,
+            compute_capability=compute_capability(world),
+        ),
+        sizes=sizes_of(model.kwargs),
+        attention_dropout=model.kwargs.get("attention_dropout", 0.0),
+        extra_faults=faults,
+        extra_notes=model.notes,
+    )
+    return Request(arguments, settings, model.kwargs, world)
+
+
+def quieten_libraries(*, is_first: bool) -> None:
+    """Let DeepSpeed and transformers report warnings on the first rank and errors elsewhere, instead of every step."""
+    level = logging.WARNING if is_first else logging.ERROR
+    logging.getLogger("DeepSpeed").setLevel(level)
+    set_verbosity(level)
+    if not is_first:
+        disable_progress_bars()
+
+
+def choose_threads(request: Request) -> None:
+    """Share a machine's CPUs among its ranks, unless the user decided: more threads than CPUs slow everything down."""
+    wanted = request.arguments.torch_num_threads
+    if wanted is None and "OMP_NUM_THREADS" not in os.environ and request.world.device == "cpu":
+        wanted = max(1, len(os.sched_getaffinity(0)) // request.world.local_world_size)
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+
+
+def prepare_run(
+    request: Request, *, mesh: ParallelMesh, ranks: Ranks, folder: RunFolder, say: Callable[[str], None]
+) -> Run:
+    """Find the weights, read or make the data, settle what depends on it. Collective; ValueError on all ranks alike."""
+    repository = claim_repository(request.arguments, ranks=ranks)
+    model_folder = find_weights(request, ranks=ranks, say=say)
+    # Hosts may see the folder's files differently.
+    options = on_every_rank(lambda: data_options(request.arguments, model_folder=model_folder), ranks=ranks)
+    data = prepare_data(options, ranks=ranks, say=say)
+    run = Run(
+        arguments=request.arguments,
+        settings=request.settings,
+        config=_model_config(request, data),
+        world=request.world,
+        mesh=mesh,
+        ranks=ranks,
+        folder=folder,
+        model_folder=model_folder,
+        repository=repository,
+        data=data,
+        say=say,
+    )
+    schedule = settle_schedule(
+        request.settings.schedule,
+        num_train_sequences=run.num_train_blocks,
+        sequences_per_step=request.settings.sequences_per_step,
+    )
+    return replace(run, settings=replace(request.settings, schedule=schedule))
+
+
+def find_weights(request: Request, *, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
+    """The folder with the weights to start from, None for fresh ones; what is on the hub is downloaded. Collective."""
+    arguments, name = request.arguments, request.arguments.model_name_or_path
+    if name is None:
+        return None
+    if not on_first_rank(lambda: is_on_hub(name), ranks=ranks):
+        return Path(name)
+    folder = fetch_model(HubModel(name, arguments.model_revision), ranks=ranks, say=say)
+
+    def check() -> None:
+        found = read_model(replace(arguments, model_name_or_path=str(folder), model_revision=None))
+        if found.kwargs != request.model:
+            raise ValueError(f"{name} on the hub changed while the run started; start it again")
+
+    on_every_rank(check, ranks=ranks)
+    return folder
+
+
+def prepare_engine(run: Run) -> Engine:
+    """Make or load this rank's weights and hand them to DeepSpeed. Collective."""
+    arguments = run.arguments
+    # Whatever is drawn while training, dropout say, is one thing for a group and another for each of its peers.
+    torch.manual_seed(arguments.seed + run.mesh.dp_rank)
+    model = build_model(run.config, mesh=run.mesh, seed=arguments.seed)
+    folder = run.model_folder
+    if folder is not None:
+        noise = ExpertNoise(arguments.upcycle_noise_std, arguments.seed)
+        load = partial(load_weights, model, config=run.config, mesh=run.mesh, folder=folder, noise=noise)
+        num_bytes = on_every_rank(load, ranks=run.ranks)
+        run.say(f"model: weights from {folder}, {num_bytes:,} bytes read by this rank")
+        if arguments.upcycle_num_experts is not None:
+            run.say(
+                f"model: {arguments.upcycle_num_experts} experts made of each feed-forward, with noise of standard "
+                f"deviation {arguments.upcycle_noise_std}; the routers are fresh"
+            )
+    freeze_parameters(model, arguments.freeze_parameters)
+    run.say(describe_parameters(model, run.config))
+    return start_engine(model, arguments=arguments, settings=run.settings, device=run.world.device)
+
+
+def start_engine(model: GatherMoeForCausalLM, *, arguments: Arguments, settings: ResolvedConfig, device: str) -> Engine:
+    """Hand a model that has its weights to DeepSpeed, as a run with these settings does. Collective."""
+    if arguments.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    model.to(device=torch.device(device))  # type: ignore[call-arg]
+    optimizer = build_optimizer(model, settings.optimizer)
+    engine = Engine(model, ds_config=settings.engine, optimizer=optimizer, seed=arguments.seed)
+    if settings.parallel.cuda_graph:
+        install_graphs(engine.model, capture=CudaCapture())
+    return engine
+
+
+def data_options(arguments: Arguments, *, model_folder: Path | None = None) -> DataOptions:
+    """`model_folder` has the tokenizer where none is named; until it is known, a model of the hub stands for itself."""
+    name = arguments.model_name_or_path
+    if model_folder is None and name is not None and not is_on_hub(name):
+        model_folder = Path(name)
+    return DataOptions(
+        block_size=arguments.block_size,
+        dataset_name=arguments.dataset_name,
+        dataset_config_name=arguments.dataset_config_name,
+        train_file=arguments.train_file,
+        validation_file=arguments.validation_file,
+        data_format=arguments.data_format,
+        train_on=arguments.train_on,
+        packing_strategy=arguments.packing_strategy,
+        chat_template=arguments.chat_template,
+        text_column_name=arguments.text_column_name,
+        validation_split_percentage=arguments.validation_split_percentage,
+        tokenizer_name=arguments.tokenizer_name or (name if model_folder is None else _own_tokenizer(model_folder)),
+        eos_token=arguments.eos_token,
+        train_vocab_size=arguments.train_vocab_size,
+        streaming=arguments.streaming,
+        max_train_documents=arguments.max_train_documents,
+        skip_invalid_text=arguments.skip_invalid_text,
+        preprocessing_num_workers=arguments.preprocessing_num_workers,
+        cache_dir=arguments.cache_dir,
+        overwrite_cache=arguments.overwrite_cache,
+    )
+
+
+def _own_tokenizer(model_folder: Path) -> str:
+    """A checkpoint brings its tokenizer along; one that does not must not get a new one by accident."""
+    if any((model_folder / file).exists() for file in TOKENIZER_FILES):
+        return str(model_folder)
+    raise ValueError(f"--model_name_or_path {model_folder} holds no tokenizer; name its tokenizer by --tokenizer_name")
+
+
+def request_faults(arguments: Arguments, model: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the data options, the tokenizer, the export and the tracker, to be listed with all else."""
+    faults = []
+    if "tensorboard" in arguments.report_to:
+        faults += tensorboard_faults()
+    try:
+        faults += option_faults(data_options(arguments))
+    except ValueError as error:
+        faults.append(str(error))
+    try:
+        config = GatherMoeConfig(**model, balance_bias_update_rate=arguments.balance_bias_update_rate)
+        choose_type(config, hf_format=arguments.hf_format)
+        if arguments.freeze_parameters:
+            with torch.device("meta"):  # the names are what counts
+                freeze_parameters(GatherMoeForCausalLM(config), arguments.freeze_parameters)
+    except (ValueError, StrictDataclassError) as error:
+        faults.append(str(error))
+    return faults
+
+
+def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
+    arguments, tokenizer = request.arguments, data.tokenizer
+    vocab_size = data.report["vocab_size"]
+    if vocab_size > request.model["vocab_size"]:
+        raise ValueError(
+            f"the tokenizer has {vocab_size} entries, the model only vocab_size={request.model['vocab_size']}; "
+            f"use --config_overrides vocab_size={vocab_size} for a fresh model, or the tokenizer the model was "
+            "trained with"
+        )
+    tokens = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return model_config(arguments, settings=request.settings, model={**request.model, **tokens})
+
+
+def model_config(arguments: Arguments, *, settings: ResolvedConfig, model: Mapping[str, Any]) -> GatherMoeConfig:
+    """The configuration of a run's model: the model's own settings, and what the run adds to them."""
+    of_this_run: dict[str, Any] = {
+        **run_options(arguments),
+        "experts_backend": settings.parallel.experts_backend,
+        "strategy": settings.parallel.strategy,
+        **asdict(settings.parallel.wire),
+        "use_cache": False,
+    }
+    config = GatherMoeConfig(**model, **of_this_run)
+    config._attn_implementation = arguments.attn_implementation
+    return config

@@ -1,0 +1,352 @@
+"""Every claim's numbers against those worked out by hand, and the rules that its verdict follows."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from claims import case
+from claims.all_claims import CLAIMS, TABLES
+from claims.claim import COUNT, NEEDED, Claim, Value, Verdict, judge
+from claims.machines import A100, A100_LINK_BYTES_PER_S, H100, H100_LINK_BYTES_PER_S, NETWORK_BYTES_PER_S
+from claims.roofline import BACKWARD_TRANSFERS, FORWARD_TRANSFERS
+from claims.shadowing import Routing, draw_loads, shadowing_rows, share_surplus, zipf
+
+from modeling.cost import MATRICES
+from modeling.layout import ParallelLayout
+from recipe.plan.hardware import find_hardware
+from recipe.plan.hardware_table import SHEETS
+from recipe.plan.job import Job
+from recipe.plan.traffic import planned_traffic
+from recipe.settings.execution import WireOptions
+from recipe.shared.flops import count_parameters, model_flops_per_token
+
+VERDICTS = """
+1 wrong 2 right 3 wrong 4 right 5 wrong 6 wrong 7 wrong 8 wrong 9 right 10 right 11 wrong 12 right 13 right 14 wrong
+15 obsolete 16 suspicious 17 wrong 18 wrong 19 wrong 20 wrong 21 wrong 22 wrong 23 wrong 24 plausible 25 wrong 26 right
+27 implausible 28 wrong 29 wrong 30 wrong 31 wrong 32 wrong 33 underdetermined 34 underdetermined 35 wrong
+36 underdetermined 37 right 38 right 39 wrong 40 wrong 41 wrong 42 underdetermined 43 underdetermined 44 wrong
+45 implausible 46 wrong 47 underdetermined 48 underdetermined
+"""
+# By claim, the computed numbers in the order of its values, printed with as many digits as here.
+COMPUTED = {
+    1: "175 50 75 1402",
+    2: "2039",
+    3: "300 8 200",
+    4: "32 8",
+    5: "8 24 32",
+    6: "0.126 358 2.2",
+    7: "4.2 28 0.44",
+    8: "32 48 0.25 151",
+    9: "40.9 27 37.5 24",
+    10: "2 4",
+    11: "16 24 28",
+    12: "8.00 16 16",
+    13: "32",
+    14: "16 4",
+    15: "1 136",
+    16: "14 6 64 64",
+    17: "51.2 28.2 13.2 32768 32770 32798",
+    18: "8 16 32",
+    19: "2 1.81",
+    20: "1.86 4",
+    21: "1",
+    22: "",
+    23: "4",
+    24: "0 0",
+    25: "4 8",
+    26: "",
+    27: "0 0 0 46 54 50",
+    28: "2021",
+    29: "6144 9216 683",
+    30: "0.5 32768",
+    31: "20.25 17.3 40 101",
+    32: "16.8 25.2 29.4 8.39 33.55 134.2",
+    33: "1 1 1 90 80 70",
+    34: "2 2 2",
+    35: "0 50.3 25.2",
+    36: "1 0.5 2 3.33",
+    37: "16.8 12.6 50.3",
+    38: "33.6 25.2 2",
+    39: "1.06 1.53",
+    40: "0.29 0.78 0.59 24",
+    41: "64 32 16",
+    42: "0 0 0 46 54 50 30 49.3",
+    43: "4 0.57 0.38 0.14",
+    44: "",
+    45: "0 0 21 43",
+    46: "",
+    47: "1 1.01",
+    48: "",
+}
+SPANS = {24: {22.3}, 27: {100.0}, 33: {2.0, 4.0, 8.0}, 36: {4.0, 2.0}, 42: {312.0}, 45: {24.5}, 47: {7.9}}
+TABLE_NUMBERS: dict[str, dict[str, str]] = {
+    "throughput": {
+        "gpus": "8 16 32",
+        "tokens": "131072 131072 131072",
+        "cluster": "409.6 452.0 422.8",
+        "gpu": "51.2 28.2 13.2",
+        "all_gpus": "819 452 211",
+    },
+    "exchange": {
+        "exchanged": "1.50 3.00 6.00 12.0 3.50 14.0 15.0",
+        "once": "1.50 2.79 4.16 5.44 3.31 9.34 12.4",
+        "gathered": "6 6 6 6 14 14 30",
+        "ratio": "4.0 2.0 1.0 0.5 4.0 1.0 2.0",
+        "ratio_once": "4.0 2.15 1.44 1.10 4.24 1.50 2.43",
+    },
+    "exchange_time": {"gathered": "0.25 0.25 0.25 0.25 0.25", "exchanged": "0.126 0.252 0.252 0.415 0.419"},
+    "alternatives": {
+        "sent": "50.3 25.2 23.4 50.3 50.3 67.1 50.3 50.3 100.7",
+        "flops": " ".join(["0.137"] * 9),
+        "rows": "0 16.8 16.8 16.8 16.8 16.8 16.8 67.1 16.8",
+    },
+    "crossover": {
+        "tokens": "101 403 805 1611",
+        "exchanged": "50 201 403 805",
+        "weights": "302 302 302 302",
+        "ratio": "0.33 1.33 2.67 5.33",
+    },
+    "threshold": {"factor": "0.75 0.60 1.00", "threshold": "49152 39322 65536"},
+    "qk_gather": {"sent": "0 0.197 25.2 50.3 0 4.2 37.7"},
+    "roofline": {
+        "forward_compute": "0.99 1.72 0.31 0.52",
+        "forward_wire": "0.42 0.58 0.30 0.36",
+        "backward_compute": "2.20 3.84 0.69 1.16",
+        "backward_wire": "0.62 0.87 0.46 0.54",
+        "serial": "4.23 7.0 1.77 2.6",
+        "overlapped": "3.19 5.6 1.01 1.7",
+        "wire_share": "25 21 43 35",
+        "tokens_serial": "40 24 97 66",
+        "tokens_overlapped": "53 31 169 102",
+    },
+    "rates": {"products": "60 60", "attention": "55 60", "link": "200 360"},
+}
+JUDGEMENT = {
+    "flops": "226.5 M",
+    "layers_at_peak": "12.2",
+    "layers_at_40": "4.9",
+    "parameters": "0.87 B",
+    "step_layers": "20.7",
+    "rate": "28.2 K tokens/s",
+    "reached": "154 TFLOP/s",
+    "mfu": "49 %",
+    "model": "1.71 B",
+    "scores": "16.9 ms",
+    "rank_parameters": "428 M",
+    "gradients": "51 ms",
+}
+
+
+def printed(number: float, like: str) -> str:
+    """A number with the digits of another one."""
+    return f"{number:.{len(like.partition('.')[2])}f}"
+
+
+def rows_of(key: str) -> list[dict[str, Any]]:
+    (table,) = (table for table in TABLES if table.key == key)
+    return [dict(row) for row in table.rows()]
+
+
+def claim_of(number: int) -> Claim:
+    (claim,) = (claim for claim in CLAIMS if claim.number == number)
+    return claim
+
+
+def test_all_claims_are_there_in_order_and_judged_as_expected() -> None:
+    words = VERDICTS.split()
+    expected = dict(zip(map(int, words[::2]), words[1::2], strict=True))
+    assert {claim.number: str(judge(claim).verdict) for claim in CLAIMS} == expected
+    assert [claim.number for claim in CLAIMS] == list(range(1, 49))
+    assert [claim.article for claim in CLAIMS] == [1] * 26 + [2] * 22
+
+
+@pytest.mark.parametrize("number", sorted(COMPUTED))
+def test_computed_numbers(number: int) -> None:
+    values, expected = claim_of(number).compute(), COMPUTED[number].split()
+    assert [printed(v.computed / v.unit.size, x) for v, x in zip(values, expected, strict=True)] == expected
+    spans = {round(v.upto / v.unit.size, 1) for v in values if v.upto is not None}
+    assert spans == SPANS.get(number, set())
+
+
+@pytest.mark.parametrize("key", sorted(TABLE_NUMBERS))
+def test_table_numbers(key: str) -> None:
+    (table,) = (table for table in TABLES if table.key == key)
+    units = {column.key: 1 if column.unit is None else column.unit.size for column in table.columns}
+    rows = rows_of(key)
+    for column, numbers in TABLE_NUMBERS[key].items():
+        expected = numbers.split()
+        assert [printed(row[column] / units[column], x) for row, x in zip(rows, expected, strict=True)] == expected
+
+
+def test_the_judgement_of_the_stated_step() -> None:
+    assert {row["key"]: row["printed"] for row in rows_of("judgement")} == JUDGEMENT
+
+
+def test_rates_are_those_of_the_planners_table_where_they_are_data_sheets_or_called_so() -> None:
+    for name, row in zip((A100, H100), rows_of("rates"), strict=True):
+        planned = find_hardware(name)
+        assert row["planned_products"] == planned.efficiencies.product
+        assert row["planned_attention"] == planned.efficiencies.attention_forward
+        assert planned.intra is not None
+        assert row["planned_link"] == planned.intra.bytes_per_s
+    assert SHEETS[A100].link_gbs * 1e9 == A100_LINK_BYTES_PER_S
+    assert SHEETS[H100].link_gbs * 1e9 == H100_LINK_BYTES_PER_S
+    assert SHEETS[A100].nic_gbs * 1e9 == NETWORK_BYTES_PER_S
+
+
+def test_the_verdict_of_every_stated_size_in_the_throughput_table() -> None:
+    assert [row["verdict"] for row in rows_of("throughput")] == ["wrong"] * 3
+
+
+@pytest.mark.parametrize(
+    ("row", "rho", "placed", "few", "copies"),
+    [
+        (0, 1.01, 1.00, 1.00, 3.0),
+        (1, 1.27, 1.20, 1.03, 3.0),
+        (2, 1.61, 1.47, 1.05, 3.0),
+        (3, 1.33, 1.01, 1.08, 3.2),
+        (4, 1.72, 1.09, 1.17, 7.5),
+        (5, 1.34, 1.00, 1.11, 8.6),
+    ],
+)
+def test_simulated_routings_agree_with_another_simulation(
+    row: int, rho: float, placed: float, few: float, copies: float
+) -> None:
+    """Of the same distributions by other random numbers, packed without swaps: within three standard errors of both."""
+    got: dict[str, Any] = dict(shadowing_rows()[row])
+    assert got["rho"] == pytest.approx(rho, abs=0.01 + 3 * 2**0.5 * got["rho_error"])
+    assert placed - 0.05 <= got["placed"] <= placed + 0.01
+    assert got["few_copies"] == pytest.approx(few, abs=0.06)
+    assert got["copies"] == pytest.approx(copies, abs=0.8)
+    assert got["full_rho"] == pytest.approx(1.0)
+
+
+def test_tokens_visit_experts_by_popularity_and_none_twice() -> None:
+    """The first of two choices among weights 1, 1/2 and 1/3, and the second among what is left."""
+    import numpy as np
+
+    def falling(generator: np.random.Generator, experts: int) -> "np.ndarray[Any, Any]":
+        return 1 / np.arange(1, experts + 1)
+
+    loads = draw_loads(Routing(3, 2, 1, "", falling), np.random.Generator(np.random.PCG64(1)))
+    p = [6 / 11, 3 / 11, 2 / 11]
+    chance = [p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(3) if j != i) for i in range(3)]
+    assert sum(loads) == 2 * case.LENGTH
+    assert [load / case.LENGTH for load in loads] == pytest.approx(chance, abs=0.015)
+    even = draw_loads(Routing(4, 1, 1, "", zipf(0.0)), np.random.Generator(np.random.PCG64(1)))
+    assert [load / case.LENGTH for load in even] == pytest.approx([0.25] * 4, abs=0.015)
+
+
+@pytest.mark.parametrize(
+    ("loads", "num_ranks", "max_copies", "num_copies", "rho"),
+    [
+        # The first rank's expert 0 has 6 of 8 rows: a copy of it on the second rank makes 4 each.
+        ([6.0, 0.0, 1.0, 1.0], 2, None, 1, 1.0),
+        ([6.0, 0.0, 1.0, 1.0], 2, 0, 0, 1.5),
+        ([8.0, 0.0, 0.0, 0.0], 4, None, 3, 1.0),  # each idle rank needs a copy
+    ],
+)
+def test_surplus_goes_from_hot_experts_to_idle_ranks(
+    loads: list[float], num_ranks: int, max_copies: int | None, num_copies: int, rho: float
+) -> None:
+    copies = share_surplus(loads, num_ranks=num_ranks, max_copies=max_copies)
+    assert copies.num_copies == num_copies
+    assert copies.rho == pytest.approx(rho)
+
+
+def stated_claims() -> Iterator[Any]:
+    """All but those that sources decide, and one that says no number."""
+    for claim in CLAIMS:
+        # The computed best of claim 43 is at the end of its range, whatever is stated.
+        if claim.number != 43 and any(value.stated is not None for value in claim.compute()):
+            yield pytest.param(claim, id=str(claim.number))
+
+
+def test_nearly_all_claims_say_a_number() -> None:
+    silent = {claim.number for claim in CLAIMS if all(value.stated is None for value in claim.compute())}
+    assert silent == {22, 26, 34, 44, 46, 48}
+
+
+@pytest.mark.parametrize("claim", stated_claims())
+def test_a_verdict_follows_from_the_stated_numbers(claim: Claim) -> None:
+    """Other stated numbers, another verdict: those computed, and ones far off."""
+    values = claim.compute()
+
+    def with_stated(factor: float) -> tuple[Value, ...]:
+        # Plus something, since 0 times anything is 0.
+        return tuple(
+            v if v.stated is None else replace(v, stated=factor * (v.upto or v.computed) + factor - 1) for v in values
+        )
+
+    true, far = claim.rule.judge(with_stated(1.0)), claim.rule.judge(with_stated(1000.0))
+    assert true != far
+    if claim.rule is NEEDED:
+        assert (true, far) == (Verdict.RIGHT, Verdict.OBSOLETE)
+    else:
+        assert true in (Verdict.RIGHT, Verdict.UNDERDETERMINED, Verdict.PLAUSIBLE, Verdict.SUSPICIOUS)
+        assert far in (Verdict.WRONG, Verdict.IMPLAUSIBLE, Verdict.PLAUSIBLE)
+
+
+def test_rules_for_the_best_of_a_range_and_for_one_size_at_every_length() -> None:
+    best, same = claim_of(43), claim_of(34)
+    value = best.compute()[0]
+    inside = replace(value, computed=1.5)
+    assert best.rule.judge((value,)) is Verdict.UNDERDETERMINED
+    assert best.rule.judge((inside,)) is Verdict.RIGHT
+    assert best.rule.judge((replace(inside, stated=3.0),)) is Verdict.WRONG
+    first, *others = same.compute()
+    assert same.rule.judge((replace(first, computed=8), *others)) is Verdict.PLAUSIBLE
+
+
+def test_a_value_agrees_within_its_tolerance_of_a_number_or_a_span() -> None:
+    value = Value("", COUNT, 100.0, stated=104.9)
+    assert value.agrees is True
+    assert replace(value, stated=105.1).agrees is False
+    assert replace(value, stated=104.9, tolerance=0).agrees is False
+    assert replace(value, stated=150.0, upto=200.0).agrees is True
+    assert replace(value, stated=None).agrees is None
+
+
+def test_parts_of_a_layer_are_the_projects_own_counts() -> None:
+    """With its three matrices per expert: all parts together, and the parameters."""
+    flops = case.layer_flops(matrices=MATRICES)
+    assert 3 * (flops.products + flops.attention) == pytest.approx(
+        model_flops_per_token(case.LAYER, attention_length=case.LENGTH)
+    )
+    hidden, width = case.WIDTH, case.LAYER.moe_intermediate_size
+    assert case.layer_flops().experts == pytest.approx(2 * 2 * 2 * hidden * width)
+    assert flops.qkv == pytest.approx(3 * flops.output) == pytest.approx(2 * 3 * hidden * hidden)
+    assert flops.attention == pytest.approx(2 * case.LENGTH * hidden)
+    assert case.layer_parameters() == pytest.approx(71.3e6, rel=1e-3)
+    assert count_parameters(case.LAYER).total - case.layer_parameters() == pytest.approx(8 * hidden * width)
+
+
+def test_a_layer_sends_what_the_planner_says() -> None:
+    """Ten transfers of the tokens, forward and backward, both inputs gathered again."""
+    model: dict[str, Any] = {
+        **asdict(case.LAYER),
+        "vocab_size": 1024,
+        "intermediate_size": 4096,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    }
+    wire = WireOptions(overlap=True, overlap_chunks=None, regather=True, token_dtype="auto", combine_dtype="auto")
+    job = Job(
+        model=model,
+        layout=ParallelLayout(tp=case.RANKS, ep=case.RANKS),
+        num_sequences=1,
+        block_size=case.LENGTH,
+        accumulation=1,
+        strategy="gather_tokens",
+        wire=wire,
+        experts_backend="grouped",
+        zero={"stage": 1},
+        precision="bf16",
+        recompute=False,
+        device="cuda",
+    )
+    sent = sum(row.sent_bytes for row in planned_traffic(job) if row.purpose in ("attention", "experts"))
+    transfer = case.gather_bytes(case.tokens_bytes())
+    assert sent == pytest.approx((FORWARD_TRANSFERS + BACKWARD_TRANSFERS) * transfer)

@@ -1,0 +1,261 @@
+"""A save in the background keeps what a save in step with training keeps, and is as safe."""
+
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from recipe.checkpoint.background import BackgroundSaver, open_saver
+from recipe.checkpoint.commit import Save, write_checkpoint
+from recipe.checkpoint.files import Files, WriteLater
+from recipe.checkpoint.find import verify_checkpoint
+from recipe.checkpoint.snapshot import Snapshot
+from recipe.shared.errors import CheckpointWriteError
+from recipe.shared.ranks import OneRank, Ranks, RanksMissingError
+from tests.ranks import run_ranks
+from tests.thread_ranks import ThreadRanks, on_threads
+
+WAIT_S = 10.0
+
+
+def save_of(root: Path, step: int, *, keep: int | None = None, expected_bytes: int | None = None) -> Save:
+    return Save(root=root, step=step, keep=keep, details={"step": step}, expected_bytes=expected_bytes)
+
+
+def one_rank_saver() -> BackgroundSaver:
+    return BackgroundSaver(OneRank(), background=OneRank())
+
+
+def on_saving_threads(world_size: int, function: Callable[[Ranks, BackgroundSaver], Any]) -> list[Any]:
+    """Like on_threads, each rank with a saver whose thread has ranks of its own."""
+    barrier, table = threading.Barrier(world_size), [None] * world_size
+
+    def with_saver(ranks: Ranks) -> Any:
+        background = ThreadRanks(ranks.rank, barrier=barrier, table=table)
+        return function(ranks, BackgroundSaver(ranks, background=background))
+
+    return on_threads(world_size, with_saver)
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_training_goes_on_while_the_snapshot_is_written(tmp_path: Path) -> None:
+    weight, may_write = torch.ones(3), threading.Event()
+
+    def write_held(state: torch.Tensor, path: Path) -> None:
+        assert may_write.wait(WAIT_S)
+        torch.save(state, path)
+
+    saver = one_rank_saver()
+    saver.save(
+        save_of(tmp_path, 1), write=lambda folder, files: files.write_state(folder / "weight.pt", weight, write_held)
+    )
+    weight.fill_(2)
+    assert entries(tmp_path) == [".staging-step-1"]
+    may_write.set()
+    saver.wait()
+    assert entries(tmp_path) == ["latest", "step-1"]
+    assert torch.load(tmp_path / "latest" / "weight.pt").tolist() == [1, 1, 1]
+    verify_checkpoint(tmp_path / "step-1", ranks=OneRank())
+
+
+def test_the_next_save_begins_when_the_one_before_is_complete(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    may_write = threading.Event()
+
+    def write(folder: Path, files: Files) -> None:
+        seen.append(entries(tmp_path))
+        files.write(folder / "held", lambda path: may_write.wait(WAIT_S) and path.write_bytes(b"x"))
+
+    saver = one_rank_saver()
+    saver.save(save_of(tmp_path, 1), write=write)
+    threading.Timer(0.05, may_write.set).start()
+    saver.save(save_of(tmp_path, 2, keep=1), write=write)
+    saver.wait()
+    assert seen == [[".staging-step-1"], [".staging-step-2", "latest", "step-1"]]
+    assert entries(tmp_path) == ["latest", "step-2"]
+
+
+def _fail_on_rank_1(rank: int) -> Callable[[Path, Files], None]:
+    def write_file(path: Path) -> None:
+        path.write_bytes(b"x" * 100)
+        if rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path.name)
+
+    return lambda folder, files: files.write(folder / f"rank{rank}", write_file)
+
+
+@pytest.mark.parametrize("noticed", ["at the end", "at the next save"])
+def test_r_ckpt_10_an_error_is_raised_on_all_ranks_alike_as_a_save_in_the_foreground_raises_it(
+    noticed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipe.checkpoint.commit.free_bytes", lambda path: 12_345)
+    what = save_of(tmp_path, 20, expected_bytes=1_000)
+
+    def in_background(ranks: Ranks, saver: BackgroundSaver) -> None:
+        saver.save(save_of(tmp_path, 10), write=lambda folder, files: (folder / str(ranks.rank)).touch())
+        saver.save(what, write=_fail_on_rank_1(ranks.rank))
+        if noticed == "at the end":
+            saver.wait()
+        else:
+            saver.save(save_of(tmp_path, 30), write=_fail_on_rank_1(ranks.rank))
+
+    errors = on_saving_threads(3, in_background)
+    assert [type(error) for error in errors] == [CheckpointWriteError] * 3
+    assert entries(tmp_path) == ["latest", "step-10"]
+    assert os.readlink(tmp_path / "latest") == "step-10"
+    want = on_threads(3, lambda ranks: write_checkpoint(what, ranks=ranks, write=_fail_on_rank_1(ranks.rank)))
+    assert [str(error) for error in errors] == [str(error) for error in want]
+    assert "rank 1: OSError: [Errno 28] No space left on device: 'rank1'. 300 bytes of about 1,000" in str(errors[0])
+    assert "The other checkpoints are untouched: step-10" in str(errors[0])
+
+
+def test_a_reported_error_is_not_raised_again(tmp_path: Path) -> None:
+    saver = one_rank_saver()
+    saver.save(save_of(tmp_path, 1), write=_fail_on_rank_1(1))
+    with pytest.raises(CheckpointWriteError, match="step-1 could not be saved"):
+        saver.wait()
+    saver.wait()
+
+
+def test_all_ranks_hear_of_a_failure_between_two_saves(tmp_path: Path) -> None:
+    def watch(ranks: Ranks, saver: BackgroundSaver) -> None:
+        saver.check()
+        saver.save(save_of(tmp_path, 1), write=lambda folder, files: (folder / str(ranks.rank)).touch())
+        saver.wait()
+        saver.watch()
+        saver.check()
+        saver.save(save_of(tmp_path, 2), write=_fail_on_rank_1(ranks.rank))
+        assert saver._thread is not None
+        saver._thread.join(WAIT_S)
+        saver.watch()
+        saver.check()
+
+    for error in on_saving_threads(2, watch):
+        assert isinstance(error, CheckpointWriteError)
+        assert "step-2 could not be saved" in str(error)
+    assert entries(tmp_path) == ["latest", "step-1"]
+
+
+def test_a_failed_question_of_the_past_is_not_answered_twice(tmp_path: Path) -> None:
+    saver = one_rank_saver()
+    saver.save(save_of(tmp_path, 1), write=_fail_on_rank_1(1))
+    assert saver._thread is not None
+    saver._thread.join(WAIT_S)
+    saver.watch()
+    with pytest.raises(CheckpointWriteError, match="step-1 could not be saved"):
+        saver.check()
+    saver.check()
+
+
+def test_a_group_that_breaks_down_in_the_background_is_a_failed_save(tmp_path: Path) -> None:
+    class Broken(OneRank):
+        def gather(self, value: object) -> list[Any]:
+            raise RuntimeError("connection closed by peer")
+
+        def first(self, value: object) -> Any:
+            raise RuntimeError("connection closed by peer")
+
+    saver = BackgroundSaver(OneRank(), background=Broken())
+    saver.save(save_of(tmp_path, 3), write=lambda folder, files: files.write(folder / "a", Path.touch))
+    why = rf"step-3 could not be saved in {tmp_path}: rank 0: RuntimeError: connection closed by peer\. .* removed\."
+    with pytest.raises(CheckpointWriteError, match=why):
+        saver.wait()
+    assert entries(tmp_path) == []
+
+
+def test_copies_in_pinned_memory_are_waited_for_once_and_kept_for_the_thread_that_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_waits, dropped = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: num_waits.append(1))
+    monkeypatch.setattr(Snapshot, "is_pinned", True)
+    files = WriteLater()
+    for name in ("a", "b"):
+        files.write_state(tmp_path / name, torch.ones(3), torch.save)
+        (host,) = files._pinned[-1].storages
+        weakref.finalize(host, dropped.append, name)
+        del host
+    files.hold()
+    thread = threading.Thread(target=files.finish)
+    thread.start()
+    thread.join()
+    assert entries(tmp_path) == ["a", "b"]
+    assert (len(num_waits), dropped) == (1, [])
+    del thread, files
+    assert sorted(dropped) == ["a", "b"]
+
+
+def test_r_ckpt_12_a_rank_that_waits_alone_is_told_who_is_missing(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Alone(OneRank):
+        def meet(self, purpose: str, *, timeout_s: float) -> None:
+            told.append(f"{purpose}, {timeout_s:g} s")
+            raise RanksMissingError(purpose)
+
+    with pytest.raises(RanksMissingError):
+        BackgroundSaver(Alone(), background=OneRank()).wait()
+    assert told == ["waiting for the save in the background, 300 s"]
+
+
+def test_what_cannot_be_copied_fails_the_save_and_leaves_no_rank_behind(tmp_path: Path) -> None:
+    def save(ranks: Ranks, saver: BackgroundSaver) -> None:
+        def write(folder: Path, files: Files) -> None:
+            files.write_state(folder / str(ranks.rank), open if ranks.rank else threading.Lock(), torch.save)
+            ranks.barrier()  # a collective of the writer's own
+
+        saver.save(save_of(tmp_path, 1), write=write)
+        saver.wait()
+
+    for error in on_saving_threads(2, save):
+        assert isinstance(error, CheckpointWriteError)
+        assert "rank 0: TypeError: cannot pickle '_thread.lock' object" in str(error)
+    assert entries(tmp_path) == []
+
+
+def _open_savers(rank: int, world_size: int, root: Path) -> list[Any]:
+    import torch.distributed as dist
+
+    from recipe.shared.ranks import TorchRanks
+
+    def write(folder: Path, files: Files) -> None:
+        files.write(folder / f"rank{rank}", lambda path: path.write_bytes(b"x"))
+
+    told: list[Any] = []
+    for background in (False, True):
+        with open_saver(TorchRanks(), background=background) as saver:
+            saver.save(save_of(root / str(background), 1), write=write)
+        told.append(entries(root / str(background)))  # complete as soon as the context is left
+
+    def fail_in_training() -> None:
+        with open_saver(TorchRanks(), background=True) as saver:
+            saver.save(save_of(root / "both", 1), write=write)
+            saver.save(save_of(root / "both", 2), write=_fail_on_rank_1(rank))
+            raise ValueError("in training")
+
+    with (
+        pytest.raises(ValueError, match="in training") as caught,
+        patch.object(dist, "new_group", side_effect=dist.new_group) as new_group,
+    ):
+        fail_in_training()
+    new_group.assert_called_once_with(backend="gloo", timeout=timedelta(hours=12))  # gloo's own would be 30 minutes
+    return [*told, entries(root / "both"), caught.value.__notes__]
+
+
+def test_leaving_waits_for_the_save_and_an_error_of_training_is_not_hidden_by_one_of_saving(tmp_path: Path) -> None:
+    for (*complete, left), notes in ((answer[:3], answer[3]) for answer in run_ranks(_open_savers, 2, tmp_path)):
+        assert complete == [["latest", "step-1"]] * 2
+        assert left == ["latest", "step-1"]
+        assert len(notes) == 1
+        assert notes[0].startswith(f"a save in the background had failed, too: step-2 could not be saved in {tmp_path}")

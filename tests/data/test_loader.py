@@ -1,0 +1,189 @@
+"""The stream of steps: one integer resumes it, and no layout, worker or checkpoint changes it (R-DATA-01 to 05)."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recipe.data.check_batches import check_batches, checksum
+from recipe.data.loader import LoaderOptions, StepLoader
+from recipe.shared.ranks import TorchRanks
+from tests.data_samples import numbered_blocks, prepare, rows_of, take_rows, write_rows
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_r_data_01_resume_in_the_second_epoch_goes_on_as_if_uninterrupted(num_workers: int) -> None:
+    blocks = numbered_blocks(12)
+    whole = take_rows(blocks, position=0, num_steps=36, num_workers=num_workers)
+    epochs = [[row for step in whole[e * 12 : e * 12 + 12] for row in step] for e in range(3)]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    stopped = take_rows(blocks, position=0, num_steps=15, num_workers=num_workers)  # epoch 1, after 3 batches
+    resumed = take_rows(blocks, position=15, num_steps=21, num_workers=num_workers)
+    assert stopped + resumed == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_r_data_02_a_run_resumed_twice_sees_the_batches_of_one_uninterrupted_run(num_workers: int) -> None:
+    blocks = numbered_blocks(31)
+    options = LoaderOptions(num_sequences=2, accumulation=3, seed=5, num_workers=num_workers)
+    want = take_rows(blocks, position=0, num_steps=12, num_sequences=2, accumulation=3, seed=5)
+    got, position = [], 0
+    for _ in range(3):
+        steps = StepLoader(blocks, options=options).steps(position)
+        for _ in range(4):
+            micro_batches, position = next(steps)
+            got.append(rows_of(micro_batches))
+    assert got == want
+    assert position == 12 * 6
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_files", [4, 1])
+def test_r_data_03_every_dp_rank_gets_its_own_rows(tmp_path: Any, num_files: int, num_workers: int) -> None:
+    per_file = 20 // num_files
+    for file in range(num_files):
+        rows = range(file * per_file, (file + 1) * per_file)
+        write_rows(tmp_path / f"part{file}.jsonl", [f"w{row} w{row} w{row}" for row in rows])  # with EOS, one block
+    data = prepare(tmp_path, train_file=str(tmp_path / "part*.jsonl"), validation_split_percentage=0)
+    assert len(data.train) == 20
+    by_rank = [
+        take_rows(data.train, position=0, num_steps=10, dp=2, dp_rank=rank, num_workers=num_workers) for rank in (0, 1)
+    ]
+    seen = [row for steps in by_rank for step in steps for row in step]
+    assert sorted(seen) == list(range(10, 30))
+
+
+@pytest.mark.parametrize("rows_by_file", [(5,), (3, 0, 5, 2)])
+def test_r_data_04_every_rank_takes_the_same_number_of_steps(tmp_path: Any, rows_by_file: tuple[int, ...]) -> None:
+    for file, num_rows in enumerate(rows_by_file):
+        write_rows(tmp_path / f"part{file}.jsonl", ["w1 w2 w3"] * num_rows)
+    said: list[str] = []
+    files = str(tmp_path / "part*.jsonl")
+    data = prepare(tmp_path, train_file=files, validation_split_percentage=0, block_size=3, said=said)
+    num_blocks, unused = divmod(4 * sum(rows_by_file), 3)
+    assert len(data.train) == num_blocks
+    assert any(f"{num_blocks} blocks; {unused} tokens at the end fill no block and are not used" in s for s in said)
+    assert any("training wraps to a new epoch, so every rank takes the same number of steps" in s for s in said)
+    # Four sequences a step do not divide the blocks of an epoch; both ranks still get every step they ask for.
+    for rank in (0, 1):
+        steps = take_rows(data.train, position=0, num_steps=9, num_sequences=2, dp=2, dp_rank=rank)
+        assert [len(step) for step in steps] == [2] * 9
+
+
+def test_the_stream_does_not_depend_on_dp_or_accumulation() -> None:
+    blocks = numbered_blocks(29)
+    want = take_rows(blocks, position=3, num_steps=10, num_sequences=12)
+    for num_sequences, dp, accumulation in [(1, 12, 1), (2, 3, 2), (3, 1, 4), (6, 2, 1)]:
+        sizes = {"num_sequences": num_sequences, "dp": dp, "accumulation": accumulation}
+        by_rank = [take_rows(blocks, position=3, num_steps=10, dp_rank=rank, **sizes) for rank in range(dp)]
+        for step in range(10):
+            got = [
+                row
+                for a in range(accumulation)
+                for rank in range(dp)
+                for row in by_rank[rank][step][a * num_sequences : (a + 1) * num_sequences]
+            ]
+            assert got == want[step]
+
+
+def test_without_shuffling_blocks_come_in_order() -> None:
+    assert take_rows(numbered_blocks(3), position=2, num_steps=4, shuffle=False) == [[2], [0], [1], [2]]
+
+
+def test_micro_batches_carry_what_a_step_needs() -> None:
+    steps = StepLoader(numbered_blocks(5), options=LoaderOptions(num_sequences=2, accumulation=2, seed=0)).steps(0)
+    micro_batches, position = next(steps)
+    assert (len(micro_batches), position) == (2, 4)
+    assert micro_batches[1].input_ids.dtype == micro_batches[1].labels.dtype == torch.int64
+    assert micro_batches[1].input_ids.shape == (2, 4)
+    assert micro_batches[1].token_mask is None
+    assert micro_batches[1].num_targets == 2 * 3
+    assert micro_batches[1].positions == (2, 3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_loader_draws_from_no_global_random_state(num_workers: int) -> None:
+    before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    take_rows(numbered_blocks(12), position=0, num_steps=20, num_workers=num_workers)
+    after = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+def test_each_epoch_is_announced_once() -> None:
+    said: list[str] = []
+    loader = StepLoader(numbered_blocks(5), options=LoaderOptions(num_sequences=2, seed=0), say=said.append)
+    for _, step in zip(range(7), loader.steps(0), strict=False):
+        assert step.position <= 14
+    assert said == [
+        f"data: epoch {epoch} (5 blocks) begins at sequence {epoch * 5} of the stream" for epoch in range(3)
+    ]
+    said.clear()
+    next(loader.steps(6))
+    assert said == []  # a resumed run is in the middle of its epoch
+
+
+def test_an_error_in_a_worker_reaches_the_loop() -> None:
+    blocks = numbered_blocks(4)
+    blocks._tokens = None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        take_rows(blocks, position=0, num_steps=1, num_workers=2)
+
+
+def test_loader_options_are_checked_together() -> None:
+    options = LoaderOptions(num_sequences=0, seed=0, dp=2, dp_rank=2, accumulation=0, num_workers=-1)
+    with pytest.raises(ValueError, match="loader options do not hold") as error:
+        StepLoader(numbered_blocks(4), options=options)
+    for fault in ("num_sequences=0 must", "accumulation=0 must", "num_workers=-1 must be at least 0", "dp_rank=2 must"):
+        assert fault in str(error.value)
+
+
+def test_too_little_text_and_a_negative_position_are_errors() -> None:
+    options = LoaderOptions(num_sequences=1, seed=0)
+    with pytest.raises(ValueError, match="0 tokens do not fill one block of block_size=4; give more text"):
+        StepLoader(numbered_blocks(0), options=options)
+    with pytest.raises(ValueError, match="position=-1 must be a number of sequences"):
+        next(StepLoader(numbered_blocks(4), options=options).steps(-1))
+
+
+def _first_batches(*, dp_rank: int, seed: int = 0) -> list[Any]:
+    options = LoaderOptions(num_sequences=2, dp=2, dp_rank=dp_rank, accumulation=5, seed=seed)
+    return next(StepLoader(numbered_blocks(40), options=options).steps(0)).micro_batches
+
+
+def _check_good_and_broken(rank: int, world_size: int) -> tuple[str, str]:
+    ranks = TorchRanks()
+    good = _first_batches(dp_rank=rank // 2)
+    check_batches(good, ranks=ranks, tp=2)
+    message = ""
+    try:
+        check_batches(_first_batches(dp_rank=rank // 2, seed=rank), ranks=ranks, tp=2)
+    except ValueError as error:
+        message = str(error)
+    return checksum(good), message
+
+
+def test_r_data_05_ranks_of_a_group_hold_equal_batches_or_all_ranks_stop() -> None:
+    checksums, messages = zip(*run_ranks(_check_good_and_broken, 4, timeout_s=60), strict=True)
+    assert checksums[0] == checksums[1] != checksums[2] == checksums[3]
+    assert len(set(messages)) == 1
+    assert "ranks [1] hold other batches than rank 0 of their group (tp=2)" in messages[0]
+    assert "ranks [3] hold other batches than rank 2 of their group (tp=2)" in messages[0]
+
+
+def _check_same_dp_rank(rank: int, world_size: int) -> str:
+    try:
+        check_batches(_first_batches(dp_rank=0), ranks=TorchRanks(), tp=1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_r_data_05_groups_that_share_sequences_are_named() -> None:
+    messages = run_ranks(_check_same_dp_rank, 2)
+    assert messages[0] == messages[1]
+    assert "ranks [0, 1] of different groups hold the same sequences of the stream" in messages[0]

@@ -1,0 +1,254 @@
+"""What is planned is what the dry run counts, to the byte; and that is what real ranks send."""
+
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.plan.job import Job
+from recipe.plan.sent import Sent
+from tests.ranks import run_ranks
+from tests.traffic_jobs import engine_config, small_job
+
+pytestmark = pytest.mark.slow
+
+OVERLAP = {"overlap": True, "regather": True}
+LAYOUTS = {
+    "gather_tokens, N=1": small_job(4, 1, zero={"stage": 2}, accumulation=2),
+    "gather_tokens, N=1, dp=128": small_job(128, 1, zero={"stage": 3}, precision="bf16"),
+    "gather_tokens, N=2": small_job(
+        4, 2, 2, wire=OVERLAP, precision="bf16", model={"tie_word_embeddings": True, "balance_scope": "global_batch"}
+    ),
+    "gather_tokens, N=4": small_job(
+        1, 4, 2, zero={"stage": 2}, precision="bf16", accumulation=3, model={"qk_norm": "full", "capacity_factor": 1.0}
+    ),
+    "gather_tokens, N=8": small_job(
+        128, 8, 8, zero={"stage": 3}, precision="bf16", recompute=True, model={"qk_norm": "head"}
+    ),
+    "gather_tokens in 8 bits, sums in 32": small_job(
+        4,
+        4,
+        4,
+        wire={"token_dtype": "float8_e4m3", "combine_dtype": "float32"},
+        precision="bf16",
+        experts_backend="grouped",
+        model={"mlp_only_layers": [0]},
+    ),
+    "gather_weights, N=2": small_job(1, 2, 1, strategy="gather_weights", zero={"stage": 0}),
+    "gather_weights, N=4": small_job(
+        128, 4, 1, strategy="gather_weights", precision="bf16", model={"balance_bias_update_rate": 0.01}
+    ),
+    "gather_weights, N=8": small_job(
+        4,
+        8,
+        1,
+        strategy="gather_weights",
+        # Every fetch gathers the next parameter ahead, so that calls tell how many fetches there are.
+        zero={
+            "stage": 3,
+            "stage3_param_persistence_threshold": 300,
+            "stage3_prefetch_bucket_size": 1,
+            "stage3_max_reuse_distance": 0,
+        },
+        accumulation=2,
+        recompute=True,
+        clips_gradients=False,
+        model={"router_z_loss_coef": 0.01},
+    ),
+    "all_to_all, N=2": small_job(
+        4,
+        2,
+        2,
+        strategy="all_to_all",
+        zero={"stage": 3, "stage3_param_persistence_threshold": 300, "stage3_prefetch_bucket_size": 3000},
+        accumulation=4,
+    ),
+    # Ten rows per rank, which four ranks do not share equally.
+    "all_to_all, N=4": small_job(
+        128,
+        4,
+        4,
+        strategy="all_to_all",
+        zero={"stage": 2},
+        block_size=10,
+        clips_gradients=False,
+        model={"qk_norm": "full"},
+    ),
+    "stage 0 without clipping": small_job(2, 2, 2, zero={"stage": 0}, clips_gradients=False, experts_backend="triton"),
+    "all_to_all, N=8": small_job(1, 8, 8, strategy="all_to_all", precision="bf16", recompute=True),
+}
+
+
+def counted(job: Job, *, rank: int = 0, **options: Any) -> Any:
+    """The dry run and its rows beside the plan's; in a process without a group of its own."""
+    from recipe.dry_run.dry_run import compare, dry_run
+    from recipe.dry_run.quiet import quiet_libraries
+
+    with quiet_libraries():
+        found = dry_run(job, engine_config=engine_config(job), rank=rank, **options)
+    return found, compare(found, job, rank=rank)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planned_bytes_are_those_of_the_dry_run(name: str, alone: ProcessPoolExecutor) -> None:
+    job = LAYOUTS[name]
+    found, rows = alone.submit(counted, job).result(timeout=90)
+    assert [row for row in rows if not row.is_equal or not row.has_equal_calls] == []
+    purposes = {sent.purpose for sent in found.rows}
+    assert ("zero" in purposes) is (job.layout.world_size > 1)
+    if job.layout.tp > 1:
+        assert {"attention", "experts", "replicated", "head"} <= purposes
+        assert {sent.op for sent in found.rows if sent.purpose == "experts"} == {
+            "gather_tokens": {"all_gather", "reduce_scatter"},
+            "gather_weights": {"all_gather", "reduce_scatter"},
+            "all_to_all": {"all_to_all"},
+        }[job.strategy]
+
+
+def sent_by_ranks(rank: int, world_size: int, job: Job, num_steps: int) -> tuple[Sent, ...]:
+    """The last of so many steps of the real engine."""
+    import torch
+
+    from modeling.build import build_model
+    from modeling.mesh import build_mesh
+    from recipe.dry_run.ledger import Ledger
+    from recipe.dry_run.model_trace import config_of
+    from recipe.engine.engine import Engine
+    from tests.engine_runs import Training, micro_batches, optimizer_for, random_batch
+    from tests.parity import Case
+
+    layout = job.layout
+    mesh = build_mesh(layout, num_key_value_heads=job.sizes.num_key_value_heads)
+    model = build_model(config_of(job), mesh=mesh, seed=0)
+    if job.recompute:
+        model.gradient_checkpointing_enable()
+    optimizer: torch.optim.Optimizer = optimizer_for(model, Training())
+    engine = Engine(model, ds_config=engine_config(job), optimizer=optimizer)
+    case = Case(dp=layout.dp, tp=layout.tp, ep=layout.ep, accumulation=job.accumulation)
+    batch = random_batch(num_sequences=job.num_sequences * job.accumulation * layout.dp, block_size=job.block_size)
+    parts = micro_batches(batch, case, dp_rank=mesh.dp_rank)
+    for _ in range(num_steps):
+        with Ledger() as ledger:
+            engine.accumulate(parts, counts=engine.count(parts))
+            engine.update(learning_rate=1e-3)
+    return ledger.rows(mesh)
+
+
+@pytest.mark.parametrize(
+    ("job", "num_steps"),
+    [
+        (small_job(2, 2, 2, zero={"stage": 2}, precision="bf16", accumulation=2, recompute=True, wire=OVERLAP), 1),
+        # ZeRO-3 learns in two micro-batches, after which all further ones are alike.
+        (small_job(2, 2, 1, zero={"stage": 3, "stage3_param_persistence_threshold": 300}, accumulation=2), 2),
+    ],
+    ids=["stage 2", "stage 3"],
+)
+def test_the_dry_run_counts_what_real_ranks_send(job: Job, num_steps: int, alone: ProcessPoolExecutor) -> None:
+    found, _ = alone.submit(counted, job).result(timeout=90)
+    for rows in run_ranks(sent_by_ranks, 4, job, num_steps):
+        assert [row[:4] for row in rows] == [row[:4] for row in found.rows]
+        for ours, theirs in zip(found.rows, rows, strict=True):
+            assert ours.sent_bytes == pytest.approx(theirs.sent_bytes, abs=0.5)
+
+
+def both_ways(job: Job) -> Any:
+    """All layers run, and put together from fewer."""
+    from recipe.dry_run.fake_world import fake_world
+    from recipe.dry_run.model_trace import trace_micro_batch
+
+    with fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads) as mesh:
+        return [trace_micro_batch(job, mesh, all_layers=every, say=lambda line: None) for every in (True, False)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_further_layers_add_what_the_second_did(recompute: bool, alone: ProcessPoolExecutor) -> None:
+    model = {"num_hidden_layers": 8, "mlp_only_layers": [0, 1, 2]}
+    every, fewer = alone.submit(both_ways, small_job(4, 4, 4, model=model, recompute=recompute, block_size=64)).result(
+        timeout=60
+    )
+    assert fewer.rows == every.rows
+    for trace in (every, fewer):
+        assert len(trace.phases) == 6 + (trace is every)
+    peaks = [trace.phases[trace.fullest].total() for trace in (every, fewer)]
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
+
+
+def widths(job: Job) -> list[list[Sent]]:
+    """The engine's own rows, seen on models of three widths, the last one the full one."""
+    from recipe.dry_run.fake_world import fake_world
+    from recipe.dry_run.quiet import quiet_libraries
+    from recipe.dry_run.zero_trace import trace_engine
+
+    with quiet_libraries(), fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads) as mesh:
+        return [trace_engine(job, mesh, engine_config=engine_config(job), width=width) for width in (8, 16, 32)]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        small_job(6, 2, 2, zero={"stage": 1}, precision="bf16"),
+        small_job(6, 2, 2, zero={"stage": 2}, accumulation=2, model={"balance_bias_update_rate": 0.01}),
+        # Some parameters stay, some come ahead of their use, some are kept from the forward to the backward.
+        small_job(
+            6,
+            2,
+            2,
+            zero={
+                "stage": 3,
+                "stage3_param_persistence_threshold": 600,
+                "stage3_prefetch_bucket_size": 4000,
+                "stage3_max_reuse_distance": 30000,
+            },
+            model={"num_hidden_layers": 4, "mlp_only_layers": [1]},
+        ),
+    ],
+    ids=["stage 1", "stage 2", "stage 3"],
+)
+def test_a_narrow_model_tells_what_the_full_one_sends(job: Job, alone: ProcessPoolExecutor) -> None:
+    *narrow, full = alone.submit(widths, job).result(timeout=90)
+    for rows in narrow:
+        assert [row[:3] for row in rows] == [row[:3] for row in full]
+        for ours, theirs in zip(rows, full, strict=True):
+            assert ours.sent_bytes == pytest.approx(theirs.sent_bytes, abs=0.5), theirs
+
+
+def test_copies_of_experts_cannot_be_run_dry(alone: ProcessPoolExecutor) -> None:
+    job = small_job(1, 2, 2, wire={"resident_experts": 1})
+    with pytest.raises(ValueError, match="resident_experts=1 are copied by the loads of the step before"):
+        alone.submit(counted, job).result(timeout=60)
+
+
+def test_the_command_prints_one_object_and_says_that_the_plan_is_equal(tmp_path: Path) -> None:
+    """In float32 for GPUs; what the JSON sets for the run is part of the job, and its monitors write nothing."""
+    config, monitor = tmp_path / "ds.json", tmp_path / "monitor"
+    options = {
+        "capacity_factor": 1.25,
+        "balance_scope": "global_batch",
+        "balance_bias_update_rate": 0.001,
+        "router_jitter_noise": 0.01,
+    }
+    csv = {"enabled": True, "output_path": str(monitor), "job_name": "run"}
+    config.write_text(json.dumps({"arguments": options, "csv_monitor": csv}))
+    words = "--model demo --gpus 16 --gpus_per_node 8 --tp 2 --ep 2 --seq_len 64 --zero_stage 1 --compare --json"
+    words += f" --precision fp32 --gpu a100-80g --rank 3 --ds_config {config}"
+    done = subprocess.run(
+        [sys.executable, "-m", "recipe.cli", "dry-run", *words.split()], capture_output=True, text=True, timeout=120
+    )
+    assert list(tmp_path.iterdir()) == [config]
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["compare"]["collective_bytes_equal"] is True
+    assert found["layout"] == {"dp": 8, "tp": 2, "ep": 2, "etp": 1}
+    assert sum(row["sent_bytes"] for row in found["collectives"]) == pytest.approx(found["sent_bytes"])
+    places = [(row["axis"], row["op"], row["purpose"]) for row in found["collectives"]]
+    assert {("group", "all_gather", "capacity"), ("dp", "all_reduce", "statistics")} <= set(places)
+    assert ("dp", "all_reduce", "router_bias") in places
+    memory = {row["kind"]: row for row in found["compare"]["memory"]}
+    assert memory["weights"]["counted_bytes"] == memory["weights"]["planned_bytes"] > 0
+    assert memory["activations"]["counted_bytes"] == pytest.approx(memory["activations"]["planned_bytes"], rel=0.1)
+    assert re.search(r"the model with 4 MoE and 0 dense layers of 4 and 0\n", done.stderr)

@@ -1,0 +1,368 @@
+"""Stock models under transformers' expert parallelism: "allgather" equals its own ways, and one process."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import AllReduceEP, EPImplementationInterface
+
+from modeling.config import GatherMoeConfig
+from recipe.hf.transformers_ep import AllGatherEP, keep_local, register_allgather
+from tests.modeling.test_static_shapes import NoHostReads, StaticOperators
+from tests.parity import full_state, mixed_config, referee_model, tiny_config
+from tests.ranks import run_ranks
+from tests.recording import Collective, Operator, Operators
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 3
+KINDS: dict[str, Callable[[], GatherMoeConfig]] = {
+    "mixtral": lambda: tiny_config(qk_norm="none"),
+    "qwen3_moe": lambda: mixed_config(qk_norm="head", num_hidden_layers=2),
+    "olmoe": lambda: tiny_config(qk_norm="full", norm_topk_prob=False),
+}
+
+
+class Training(NamedTuple):
+    """Logits and gradients of the first step, the losses of all, the weights after the last; whole tensors."""
+
+    logits: Tensor
+    gradients: dict[str, Tensor]
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+def batch(step: int, *, num_sequences: int = 4, length: int = 9) -> Tensor:
+    return torch.randint(0, 50, (num_sequences, length), generator=torch.Generator().manual_seed(step))
+
+
+def train(model: Any, batches: list[Tensor]) -> Training:
+    """A few steps of AdamW on the mean loss of each batch."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, foreach=False)
+    logits, gradients, losses = None, {}, []
+    for ids in batches:
+        out = model(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        if logits is None:
+            logits = out.logits.detach().clone()
+            gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(out.loss.item())
+    assert logits is not None
+    return Training(logits, gradients, losses, {name: whole(p) for name, p in model.named_parameters()})
+
+
+def whole(x: Any) -> Tensor:
+    full = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return full.detach().clone()
+
+
+def load_split(
+    folder: Path, sizes: dict[str, int], implementation: str, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
+    register_allgather()
+    config = DistributedConfig(**sizes, ep_implementation=implementation)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=dtype, **options)
+
+
+def train_split(
+    rank: int,
+    _: int,
+    folder: Path,
+    sizes: dict[str, int],
+    implementation: str,
+    *,
+    checkpointing: bool = False,
+    **options: Any,
+) -> Training:
+    """The same on one rank of a split model; without tensor parallelism each rank has its share of the sequences."""
+    model = load_split(folder, sizes, implementation, **options)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    num_batches = sizes.get("fsdp_size", 1)
+    batches = [batch(step).chunk(num_batches)[rank // sizes.get("tp_size", 1)] for step in range(NUM_STEPS)]
+    return train(model, batches)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A stock checkpoint of each kind."""
+    found = {}
+    for kind, make in KINDS.items():
+        found[kind] = tmp_path_factory.mktemp(kind)
+        referee_model(make(), full_state(make())).save_pretrained(found[kind])
+    return found
+
+
+def one_process(folder: Path) -> Training:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return train(model, [batch(step) for step in range(NUM_STEPS)])
+
+
+def check_equal(by_rank: list[Training], want: Training, *, num_batches: int = 1, atol: float = 1e-5) -> None:
+    """Ranks stand in order of their batches, neighbours share one; losses and gradients are means over the batches."""
+    sharers = len(by_rank) // num_batches
+    logits = torch.cat([result.logits for result in by_rank[::sharers]])
+    torch.testing.assert_close(logits, want.logits, atol=atol, rtol=0)
+    losses = [sum(step) / len(by_rank) for step in zip(*(result.losses for result in by_rank), strict=True)]
+    torch.testing.assert_close(losses, want.losses, atol=atol, rtol=0)
+    for result in by_rank:
+        for got, expected in ((result.gradients, want.gradients), (result.weights, want.weights)):
+            assert got.keys() == expected.keys()
+            for name, tensor in got.items():
+                torch.testing.assert_close(tensor, expected[name], atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_stock_model_split_over_two_ranks_is_the_model_of_one(kind: str, folders: dict[str, Path]) -> None:
+    sizes = {"tp_size": 2, "ep_size": 2}
+    by_rank = run_ranks(train_split, 2, folders[kind], sizes, "allgather")
+    want = one_process(folders[kind])
+    check_equal(by_rank, want)
+    for name in ("all_to_all", "all_reduce"):
+        theirs = run_ranks(train_split, 2, folders[kind], sizes, name)
+        check_equal(by_rank, theirs[0])
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_every_way_of_computing_the_experts_is_left_to_the_user(experts: str, folders: dict[str, Path]) -> None:
+    options = {"experts_implementation": experts}
+    by_rank = run_ranks(train_split, 2, folders["qwen3_moe"], {"tp_size": 2, "ep_size": 2}, "allgather", **options)
+    check_equal(by_rank, one_process(folders["qwen3_moe"]))
+
+
+def test_tokens_of_several_batches_are_gathered(folders: dict[str, Path]) -> None:
+    """Under FSDP each rank has a batch of its own, which transformers' all-reduce refuses."""
+    sizes = {"fsdp_size": 2, "ep_size": 2}
+    by_rank = run_ranks(train_split, 2, folders["qwen3_moe"], sizes, "allgather")
+    check_equal(by_rank, one_process(folders["qwen3_moe"]), num_batches=2)
+    theirs = run_ranks(train_split, 2, folders["qwen3_moe"], sizes, "all_to_all")
+    for ours, other in zip(by_rank, theirs, strict=True):
+        check_equal([ours], other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_two_ranks_for_each_of_two_batches_share_four_ranks_experts(kind: str, folders: dict[str, Path]) -> None:
+    sizes = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
+    by_rank = run_ranks(train_split, 4, folders[kind], sizes, "allgather")
+    check_equal(by_rank, one_process(folders[kind]), num_batches=2)
+
+
+class Layer(NamedTuple):
+    """What a rank's experts made of its batch, and the gradients; its own experts' alone."""
+
+    out: Tensor
+    grads: list[Tensor]
+
+
+def stock_experts(*, implementation: str = "eager", dtype: torch.dtype = torch.float64) -> Any:
+    """Eight small experts of Qwen3-MoE."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    sizes = {"hidden_size": 8, "moe_intermediate_size": 8, "num_experts": 8}
+    torch.manual_seed(0)
+    experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes, experts_implementation=implementation)).to(dtype)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    return experts
+
+
+def tokens_of(batch: int, routing: str, *, num_tokens: int = 7, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """x [7, 8], ids and weights [7, 3] of one batch, and the gradient of the layer's output."""
+    generator = torch.Generator().manual_seed(10 + batch)
+    x = torch.randn(num_tokens, 8, dtype=dtype, generator=generator)
+    ids = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(num_tokens)])
+    if routing == "all to the first rank's":
+        ids = torch.tensor([[1, 0, 2]]).repeat(num_tokens, 1)
+    weights = torch.rand(num_tokens, 3, dtype=dtype, generator=generator)
+    return [x, ids, weights, torch.randn(num_tokens, 8, dtype=dtype, generator=generator)]
+
+
+def split_experts(experts: Any, *, rank: int, size: int) -> Any:
+    """This rank's experts alone, as transformers' plan leaves them."""
+    experts.num_experts //= size
+    experts._is_expert_parallel = True
+    for name, parameter in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(parameter.detach().chunk(size)[rank].clone()))
+    return experts
+
+
+def meshes(world_size: int, tp: int) -> tuple[Any, Any]:
+    """The mesh of the expert group, all ranks, and that of the ranks that share this one's batch."""
+    from torch.distributed import init_device_mesh
+
+    dense = init_device_mesh("cpu", (world_size // tp, tp), mesh_dim_names=("fsdp", "tp"))
+    return init_device_mesh("cpu", (world_size,), mesh_dim_names=("ep",)), dense["tp"]
+
+
+def run_layer(call: Any, experts: Any, tokens: list[Tensor]) -> Layer:
+    x, ids, weights, grad = tokens
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    out = call(x, ids, weights)
+    out.backward(grad)
+    return Layer(out.detach(), [x.grad, weights.grad, *(p.grad for p in experts.parameters())])
+
+
+def split_layer(rank: int, world_size: int, tp: int, routing: str, name: str) -> Layer:
+    """The layer of one rank under a registered implementation."""
+    register_allgather()
+    experts = split_experts(stock_experts(), rank=rank, size=world_size)
+    implementation = EPImplementationInterface()[name](experts, *meshes(world_size, tp))
+    return run_layer(implementation, experts, tokens_of(rank // tp, routing))
+
+
+@pytest.mark.parametrize("routing", ["random", "all to the first rank's"])
+@pytest.mark.parametrize(("size", "tp"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])
+def test_the_layer_is_exact(size: int, tp: int, routing: str) -> None:
+    """Output, and gradients of tokens, routing weights and experts; seven tokens do not divide by two or four."""
+    by_rank = run_ranks(split_layer, size, tp, routing, "allgather")
+    experts = stock_experts()
+    layers = [run_layer(experts, experts, tokens_of(batch, routing)) for batch in range(size // tp)]
+    for rank, got in enumerate(by_rank):
+        want = layers[rank // tp]
+        torch.testing.assert_close(got.out, want.out, atol=1e-12, rtol=0)
+        # The experts' gradients have gathered over all batches.
+        parts = [g.chunk(size)[rank] for g in layers[-1].grads[2:]]
+        for mine, expected in zip(got.grads, [*want.grads[:2], *parts], strict=True):
+            torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0)
+
+
+def test_recomputed_activations_give_the_same(folders: dict[str, Path]) -> None:
+    sizes = {"tp_size": 2, "ep_size": 2}
+    by_rank = run_ranks(train_split, 2, folders["mixtral"], sizes, "allgather", checkpointing=True)
+    check_equal(by_rank, one_process(folders["mixtral"]))
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "ep_size": 2}], ids=str)
+def test_bf16_goes_through(sizes: dict[str, int], folders: dict[str, Path]) -> None:
+    """Routing weights travel in bf16 then; the sums' order differs, hence the tolerance."""
+    ours, theirs = (
+        run_ranks(train_split, 2, folders["qwen3_moe"], sizes, name, dtype=torch.bfloat16)
+        for name in ("allgather", "all_to_all")
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.losses, other.losses, atol=2e-2, rtol=0)
+        assert {g.dtype for g in mine.gradients.values()} == {torch.bfloat16}
+
+
+def generate(_: int, __: int, folder: Path) -> Tensor:
+    model = load_split(folder, {"tp_size": 2, "ep_size": 2}, "allgather").eval()
+    return model.generate(batch(0), max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+
+def test_it_generates_what_one_process_does(folders: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"], dtype=torch.float32).eval()
+    want = model.generate(batch(0), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert want.shape == (4, 15)
+    for got in run_ranks(generate, 2, folders["qwen3_moe"]):
+        assert torch.equal(got, want)
+
+
+class StaticExperts(StaticOperators):
+    """Lets through transformers' histogram of expert ids: with fixed bounds nothing about it depends on data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "histc" and args[2] < args[3]:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def recorded(rank: int, world_size: int, tp: int, routing: str, name: str) -> tuple[list[Operator], list[Collective]]:
+    """What one rank's layer calls with the grouped product for its experts; whatever depends on data raises."""
+    register_allgather()
+    experts = stock_experts(implementation="grouped_mm", dtype=torch.float32)
+    experts = split_experts(experts, rank=rank, size=world_size)
+    implementation = EPImplementationInterface()[name](experts, *meshes(world_size, tp))
+    tokens = tokens_of(rank // tp, routing, dtype=torch.float32)
+    with NoHostReads(), StaticExperts(), Operators() as seen:
+        run_layer(implementation, experts, tokens)
+    return seen.called, seen.collectives
+
+
+@pytest.mark.parametrize("tp", [2, 1])
+def test_nothing_depends_on_the_routing(tp: int) -> None:
+    spread = run_ranks(recorded, 2, tp, "random", "allgather")
+    piled = run_ranks(recorded, 2, tp, "all to the first rank's", "allgather")
+    assert len(spread[0][0]) > 50
+    assert spread == piled
+    assert spread[0] == spread[1]
+
+
+def test_the_exchange_of_transformers_reads_counts_on_the_host() -> None:
+    for message in run_ranks(refused, 2, recorded, 1, "random", "all_to_all"):
+        assert message == "tolist depends on data"
+
+
+def test_of_a_shared_batch_only_sums_travel() -> None:
+    for _, collectives in run_ranks(recorded, 2, 2, "random", "allgather"):
+        outputs = gradients = Collective("all_reduce", 7 * 8 * 4)
+        assert collectives == [outputs, Collective("all_reduce", 7 * 3 * 4), gradients]
+
+
+@pytest.mark.parametrize(("size", "tp"), [(2, 1), (4, 2)])
+def test_of_several_batches_tokens_and_sums_travel_once(size: int, tp: int) -> None:
+    """Two batches of 7 tokens each; with two ranks for a batch each takes 4 of them, the last one of nobody's."""
+    for _, collectives in run_ranks(recorded, size, tp, "random", "allgather"):
+        tokens = size * -(-7 // tp)
+        check = Collective("all_gather", size * 8)
+        gathered = [check, Collective("all_gather", tokens * 8 * 4), Collective("all_gather", tokens * 3 * 6)]
+        # On gloo a reduce-scatter is an exchange whose parts each rank adds up.
+        summed = [Collective("all_to_all", tokens * 8 * 4)]
+        in_batch = [Collective("all_gather", tp * -(-7 // tp) * width * 4) for width in (8, 3)] if tp > 1 else []
+        forward, backward = collectives[: 4 + len(in_batch[:1])], collectives[4 + len(in_batch[:1]) :]
+        assert forward == gathered + summed + in_batch[:1]
+        conjugate = [Collective("all_gather", tokens * 8 * 4), Collective("all_to_all", tokens * 3 * 4), *summed]
+        assert sorted(backward) == sorted(conjugate + in_batch)
+
+
+def refused(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> str:
+    """What the function says when it stops, on every rank alike."""
+    with pytest.raises(RuntimeError) as error:
+        function(rank, world_size, *args)
+    return str(error.value)
+
+
+def unequal(rank: int, world_size: int) -> None:
+    register_allgather()
+    experts = split_experts(stock_experts(), rank=rank, size=world_size)
+    implementation = EPImplementationInterface()["allgather"](experts, *meshes(world_size, 1))
+    run_layer(implementation, experts, tokens_of(rank, "random", num_tokens=7 + rank))
+
+
+def test_unequal_batches_are_refused() -> None:
+    for rank, message in enumerate(run_ranks(refused, 2, unequal)):
+        assert re.search(rf"equally many tokens on all ranks .* of which this one brought {7 + rank}; pad", message)
+
+
+def test_local_experts_move_to_the_front_and_the_rest_is_cut() -> None:
+    ids = torch.tensor([[7, 4, 0], [5, 1, 4], [0, 1, 2], [4, 5, 6]])
+    weights = torch.arange(12.0).view(4, 3)
+    local = keep_local(ids, weights, first_expert=4, num_local=2)
+    assert local.ids_TS.tolist() == [[0, 2], [1, 0], [2, 2], [0, 1]]
+    assert local.weights_TS.tolist() == [[1.0, 0.0], [3.0, 5.0], [0.0, 0.0], [9.0, 10.0]]
+    none = keep_local(ids[2:3], weights[2:3], first_expert=4, num_local=2)
+    assert none.ids_TS.tolist() == [[1, 2]], "one row, so that the rank takes part in the backward"
+    assert none.weights_TS.tolist() == [[0.0, 0.0]]
+
+
+def test_a_name_that_somebody_else_took_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EPImplementationInterface, "_global_mapping", {"allgather": AllReduceEP})
+    with pytest.raises(ValueError, match=r"'allgather' is registered as transformers\..*AllReduceEP already; register"):
+        register_allgather()
+
+
+def test_registering_twice_is_registering_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EPImplementationInterface, "_global_mapping", {})
+    register_allgather()
+    register_allgather()
+    assert dict(EPImplementationInterface()) == {"allgather": AllGatherEP}

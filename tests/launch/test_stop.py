@@ -1,0 +1,197 @@
+"""SIGTERM to any rank, at any time: all ranks save the same step, leave with one exit code, and the run can go on."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import pytest
+
+from recipe.launch.processes import identify
+from recipe.launch.stop import STOPPED, StopSignal
+from recipe.shared.ranks import OneRank, Ranks
+from tests.engine_runs import slow
+from tests.ranks import run_ranks
+from tests.thread_ranks import on_threads
+from tests.train.test_run_pretrain import LAUNCHER, ROOT, environment, shared_memory, words_of
+from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
+
+
+def test_the_signal_is_remembered_and_its_handler_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal(OneRank()) as stop:
+        assert list(stop.until([1, 2])) == [1, 2]
+        assert not stop.ask()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop.agreed, "nothing changes between two questions"
+        assert list(stop.until([1, 2])) == []
+        assert stop.agreed
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_end_of_the_command_that_started_a_rank_counts_as_the_signal() -> None:
+    with subprocess.Popen(["sleep", "100"]) as command:
+        stop = StopSignal(OneRank(), command=identify(command.pid))
+        assert not stop.ask()
+        command.kill()
+    assert stop.ask()
+
+
+def test_all_ranks_get_the_same_answer() -> None:
+    def ask(ranks: Ranks) -> list[bool]:
+        stop = StopSignal(ranks)
+        answers = [stop.ask()]
+        stop._received = ranks.rank == 1
+        return [*answers, stop.ask(), stop.ask()]
+
+    assert on_threads(3, ask) == [[False, True, True]] * 3
+
+
+def test_a_question_holds_what_was_known_when_it_began() -> None:
+    stop = StopSignal(OneRank())
+    stop.watch()
+    stop._received = True
+    assert not stop.ask()
+    stop.watch()
+    assert stop.ask()
+
+
+def test_items_end_one_after_the_signal_and_nobody_waits_for_an_answer() -> None:
+    asked: list[str] = []
+
+    class Listening(OneRank):
+        def any_later(self, value: bool) -> Callable[[], bool]:
+            asked.append("begun")
+            return lambda: (asked.append("read"), value)[1]
+
+    stop, got = StopSignal(Listening()), []
+    for item in stop.until(range(9)):
+        got.append((item, asked[-1]))
+        stop._received = item == 1
+    assert got == [(0, "begun"), (1, "begun"), (2, "begun")]
+    assert stop.agreed
+    assert asked.count("begun") == asked.count("read")
+
+
+def train_until_told(
+    rank: int, world_size: int, flags: Flags, *, moment: str, told: int
+) -> tuple[Any, list[str], list[Any]]:
+    """Train, and let rank `told` get the signal in its third step, in the evaluation or in the save after it."""
+    from recipe.engine.engine import Engine
+    from recipe.train import loop
+
+    accumulate, evaluate, write = Engine.accumulate, Engine.evaluate, loop.save_native
+    steps: list[Any] = []
+
+    def signalled() -> None:
+        if rank == told:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def accumulating(self: Engine, micro_batches: Any, **kwargs: Any) -> Any:
+        steps.append(len(steps) + 1)
+        if moment == "a step" and len(steps) == 3:
+            signalled()
+        return accumulate(self, micro_batches, **kwargs)
+
+    def evaluating(self: Engine, micro_batches: Iterable[Any]) -> Any:
+        def batches() -> Any:
+            for i, batch in enumerate(micro_batches):
+                if i == 1 and moment == "an evaluation":
+                    signalled()
+                yield batch
+
+        return evaluate(self, batches())
+
+    def saving(*args: Any, **kwargs: Any) -> None:
+        if moment == "a save":
+            signalled()
+        write(*args, **kwargs)
+
+    with (
+        patch.object(Engine, "accumulate", accumulating),
+        patch.object(Engine, "evaluate", evaluating),
+        patch.object(loop, "save_native", saving),
+    ):
+        results, said = train_on_ranks(rank, world_size, flags)
+    return results, said, steps
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tp", "moment"),
+    [(2, 2, "a step"), slow(4, 2, "a step"), slow(2, 1, "an evaluation"), slow(2, 1, "a save")],
+)
+def test_r_ckpt_11_sigterm_to_one_rank_stops_all_at_the_same_step(
+    world_size: int, tp: int, moment: str, tmp_path: Path
+) -> None:
+    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": tp})
+    flags |= {"eval_steps": 0 if moment == "a step" else 3, "per_device_eval_batch_size": 1, "max_eval_samples": 6}
+    flags |= {"save_steps": 3} if moment == "a save" else {}
+    # The ranks ask from the beginning of a step to its end, so a signal within a step is heard in the next one.
+    last = 4 if moment == "a step" else 3
+    answers = run_ranks(train_until_told, world_size, flags, moment=moment, told=world_size - 1, timeout_s=60)
+    assert [steps for _, _, steps in answers] == [list(range(1, last + 1))] * world_size
+    results, said, _ = answers[0]
+    assert results["stopped"]
+    assert results["steps"] == last
+    assert (results["evaluation"] is not None) == (moment == "a save"), "an evaluation that was cut short is no result"
+    assert any(f"told to stop: saving step {last}" in line for line in said)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", f"step-{last}"]
+
+    resumed, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
+    assert not resumed["stopped"]
+    assert any("resuming from" in line and f"step-{last}" in line for line in said)
+    straight = flags | {"output_dir": tmp_path / "straight"}
+    run_ranks(train_on_ranks, world_size, straight)
+    want, got = (read_metrics(folder) for folder in (tmp_path / "straight", tmp_path / "run"))
+    assert [line["loss"] for line in got.values()] == [line["loss"] for line in want.values()]
+    assert list(got) == [1, 2, 3, 4, 5, 6]
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    assert path.exists()
+
+
+def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks among a launcher's descendants, in the order of their numbers."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    found = [child for child in children if "run_pretrain.py" in child.cmdline() and "-m" not in child.cmdline()]
+    return sorted(found, key=lambda child: int(child.environ()["RANK"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["rank 1", "the command"])
+def test_r_ckpt_11_a_run_under_the_launcher_saves_and_leaves(told: str, tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path) | {"max_steps": 100000, "hf_save": "never", "seed": 3}
+    before = shared_memory()
+    command = [LAUNCHER, "--num_accelerators", "2", "run_pretrain.py", *words_of(flags)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        wait_for(tmp_path / "run" / "metrics.jsonl", process)
+        ranks = ranks_below(process)
+        assert len(ranks) == 2
+        (ranks[1] if told == "rank 1" else process).send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    # The command itself just dies of the signal, and nobody is left to hear the ranks' exit code.
+    assert process.returncode == (STOPPED if told == "rank 1" else -signal.SIGTERM), said
+    saved = re.search(r"told to stop: saving step (\d+)", said)
+    assert saved is not None, said
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", f"step-{saved[1]}"]
+    assert (checkpoints / "latest" / "manifest.json").is_file()
+    assert not any(rank.is_running() for rank in ranks)
+    assert shared_memory() == before, "R-LAUNCH-02"

@@ -1,0 +1,355 @@
+"""Copies of other ranks' experts change who computes what, and no result: against all experts on one rank."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modeling.dispatch import Dispatch, dispatch
+from modeling.expert_copies import ExpertCopies, HeldCopies, copy_traffic
+from modeling.experts import GatherMoeExperts
+from modeling.experts_call import ExpertsCall, Slices
+from modeling.experts_loop import LoopExperts
+from modeling.layout import ParallelLayout
+from modeling.mesh import ParallelMesh, build_mesh
+from modeling.resident import choose_copies
+from modeling.router import Routing
+from modeling.shard_table import ShardTable
+from modeling.sharding import cut
+from modeling.wire import Wire
+from tests.engine_runs import slow
+from tests.modeling.test_resident import count, rho, zipf_routing
+from tests.modeling.test_static_shapes import static_shapes
+from tests.modeling.test_strategies import (
+    HIDDEN,
+    NUM_EXPERTS,
+    NUM_TOKENS,
+    ROUTINGS,
+    WIDTH,
+    choose,
+    join_answer,
+    reference,
+    whole_numbers,
+)
+from tests.parity import tiny_config
+from tests.ranks import run_ranks
+
+TWO_CHUNKS = Wire(overlap=True, num_chunks=2, regather=True, sum_dtype=None)
+
+
+class Layer(NamedTuple):
+    """A rank's experts, its copies filled, and its part of the tokens."""
+
+    experts: GatherMoeExperts
+    mesh: ParallelMesh
+    x_tD: Tensor
+    routing: Routing
+
+
+def make_layer(mesh: ParallelMesh, ids: Tensor, weights: Tensor, *, num_copies: int, backend: str, **how: Any) -> Layer:
+    """`copies` says which; by default what the routing asks for."""
+    dtype = how.get("dtype", torch.float32)
+    config = tiny_config(
+        hidden_size=HIDDEN,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=ids.shape[1],
+        moe_intermediate_size=WIDTH,
+        experts_backend=backend,
+        resident_experts=num_copies,
+    )
+    experts = GatherMoeExperts(config, mesh=mesh).to(dtype)
+    table = ShardTable(mesh.layout, 2, "none")
+    _, _, gate_up, down = whole_numbers(dtype)
+    for name, whole in (("gate_up_proj", gate_up), ("down_proj", down)):
+        shard = table.shard(f"model.layers.0.mlp.experts.{name}", tuple(whole.shape), group_rank=mesh.group_rank)
+        experts.get_parameter(name).data.copy_(cut(whole, shard))
+    copies = how.get("copies")
+    if copies is None:
+        [chosen] = choose_copies(
+            count(ids, NUM_EXPERTS)[None], num_ranks=mesh.layout.ep, num_copies=num_copies
+        ).tolist()
+        copies = chosen
+    if num_copies:
+        experts.fill_copies(copies)
+    tokens = whole_numbers(dtype)[0] if ids.shape[0] == NUM_TOKENS else torch.zeros(ids.shape[0], HIDDEN, dtype=dtype)
+    x_tD = tokens.chunk(mesh.layout.tp)[mesh.group_rank].clone().requires_grad_()
+    here = weights.to(dtype if dtype == torch.float64 else torch.float32).chunk(mesh.layout.tp)[mesh.group_rank]
+    routing = Routing(torch.empty(0), ids.chunk(mesh.layout.tp)[mesh.group_rank], here.clone().requires_grad_())
+    return Layer(experts, mesh, x_tD, routing)
+
+
+def run_layer(layer: Layer, wire: Wire = TWO_CHUNKS) -> tuple[Tensor, ...]:
+    """Output and gradients of x, weights and both parameters."""
+    experts, mesh, x_tD, routing = layer
+    out, _ = dispatch(Dispatch(x_tD, lambda: routing, experts, mesh, wire), strategy="gather_tokens")
+    grad = whole_numbers(x_tD.dtype)[1].chunk(mesh.layout.tp)[mesh.group_rank]
+    out.backward(grad[: out.shape[0]])
+    assert x_tD.grad is not None
+    found = (x_tD.grad, routing.weights_tA.grad, experts.gate_up_proj.grad, experts.down_proj.grad)
+    return (out.detach(), *found)  # type: ignore[arg-type]
+
+
+def mesh_of(world_size: int, ep: int) -> ParallelMesh:
+    return build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
+
+
+def all_answers(
+    rank: int, world_size: int, ep: int, num_copies: int, backend: str, dtype: torch.dtype, lose_the_way_home: bool
+) -> dict[Any, Any]:
+    """This rank's outputs and gradients of every case, and how many rows its copies took."""
+    mesh = mesh_of(world_size, ep)
+    answers = {}
+    add_home = HeldCopies.add_home
+    if lose_the_way_home:
+        HeldCopies.add_home = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        for num_active, kind in itertools.product((1, 2, 3, 8), ROUTINGS):
+            ids, weights = choose(kind, num_active)
+            layer = make_layer(mesh, ids, weights.detach(), num_copies=num_copies, backend=backend, dtype=dtype)
+            answers[num_active, kind] = (run_layer(layer), rows_of_copies(layer, ids))
+    finally:
+        HeldCopies.add_home = add_home  # type: ignore[method-assign]
+    return answers
+
+
+def rows_of_copies(layer: Layer, ids: Tensor) -> int:
+    held = layer.experts.copies.held if layer.experts.copies is not None else None
+    if held is None:
+        return 0
+    slots = held.slots(ids, num_experts=NUM_EXPERTS)
+    num_local, num_copies = NUM_EXPERTS // layer.mesh.layout.ep, held.copies_PC.shape[1]
+    return int(((slots >= num_local) & (slots < num_local + num_copies)).sum())
+
+
+def largest_errors(by_rank: list[Any], layout: ParallelLayout) -> dict[Any, dict[str, float]]:
+    """By case and tensor, relative to the largest number."""
+    errors: dict[Any, dict[str, float]] = {}
+    for case in by_rank[0]:
+        want = reference(*case, torch.float64)._asdict()
+        got = join_answer([answers[case][0] for answers in by_rank], layout)._asdict()
+        errors[case] = {
+            name: (got[name].double() - want[name]).abs().max().item() / max(want[name].abs().max().item(), 1.0)
+            for name in want
+        }
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ep", "num_copies"),
+    [
+        (2, 2, 1),
+        (2, 2, 3),
+        pytest.param(4, 4, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"),
+    [slow("loop", torch.float64, 1e-12), ("loop", torch.float32, 1e-5), ("grouped", torch.float32, 1e-5)],
+    ids=["loop-float64", "loop-float32", "grouped-float32"],
+)
+def test_layers_with_copies_equal_one_rank(
+    world_size: int, ep: int, num_copies: int, backend: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    by_rank = run_ranks(all_answers, world_size, ep, num_copies, backend, dtype, False)
+    for case, errors in largest_errors(by_rank, ParallelLayout(tp=world_size, ep=ep)).items():
+        assert max(errors.values()) <= tolerance, (case, errors)
+    for case in ((1, "all to one"), (2, "last rank idle"), (3, "padding")):
+        assert sum(answers[case][1] for answers in by_rank) > 0, (case, "no row moved")
+
+
+def test_without_the_way_home_the_owners_gradient_is_wrong() -> None:
+    by_rank = run_ranks(all_answers, 2, 2, 1, "loop", torch.float32, True)
+    errors = largest_errors(by_rank, ParallelLayout(tp=2, ep=2))[1, "all to one"]
+    assert errors["gate_up"] > 0.1
+    assert errors["down"] > 0.1
+    assert max(errors[name] for name in ("out", "x", "weights")) < 1e-5
+
+
+def call_of(layer: Layer) -> ExpertsCall:
+    """What a forward of the layer hands to its backend."""
+    calls = []
+    make_pass = layer.experts.passes(layer.x_tD, recompute=True)
+
+    def recording(call: ExpertsCall, kept: Tensor | None) -> Any:
+        calls.append(call)
+        return make_pass(call, kept)
+
+    layer.experts.passes = lambda x, *, recompute: recording  # type: ignore[method-assign]
+    work = Dispatch(layer.x_tD, lambda: layer.routing, layer.experts, layer.mesh, TWO_CHUNKS)
+    with torch.no_grad():
+        dispatch(work, strategy="gather_tokens")
+    [call] = calls
+    return call
+
+
+def rows_of_routings(rank: int, world_size: int, num_copies: int) -> list[int]:
+    """Rows that this rank's products have in a forward of the layer, for each of 20 routings."""
+    mesh, rows = mesh_of(world_size, 4), []
+    for seed in range(20):
+        ids = zipf_routing(seed)
+        layer = make_layer(mesh, ids, torch.ones(ids.shape), num_copies=num_copies, backend="loop")
+        rows.append(LoopExperts(call_of(layer)).rows.token_R.shape[0])
+    return rows
+
+
+@pytest.mark.slow
+def test_the_ranks_rows_are_even_with_a_copy_each() -> None:
+    """As tests/modeling/test_resident.py has it of shares on paper, for rows in the layer."""
+    even, uneven = ([max(rows) for rows in zip(*run_ranks(rows_of_routings, 4, c), strict=True)] for c in (1, 0))
+    counts = [count(zipf_routing(seed), NUM_EXPERTS) for seed in range(20)]
+    assert max(rho(busiest, counts[seed], 4) for seed, busiest in enumerate(even)) <= 1.05
+    assert sum(rho(busiest, counts[seed], 4) for seed, busiest in enumerate(uneven)) / 20 > 1.55
+
+
+def share_of_rows_in_chunks(rank: int, world_size: int) -> list[float]:
+    """For each of two chunks, the part of all its pairs that this rank computes."""
+    ids = torch.zeros(64, 1, dtype=torch.int64)
+    layer = make_layer(mesh_of(world_size, 2), ids, torch.ones(64, 1), num_copies=1, backend="loop")
+    call = call_of(layer)
+    return [(call.slots_TA[call.chunks.gathered_rows(k)] < 5).float().mean().item() for k in range(2)]
+
+
+def test_every_chunk_is_as_even_as_the_whole() -> None:
+    assert run_ranks(share_of_rows_in_chunks, 2) == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def gradients_in_bfloat16(rank: int, world_size: int) -> Tensor:
+    """Two copies of expert 0 on the other rank, whose gradients are lost one by one beside a large one."""
+    mesh = mesh_of(world_size, 2)
+    copies = ExpertCopies(2, num_experts=4, mesh=mesh, strategy="gather_tokens")
+    own = Slices(*(torch.full((2, *shape), 256.0, dtype=torch.bfloat16) for shape in ((4, 3), (3, 2))))
+    copies.fill(own, [[0, 1], [0, 0]])
+    assert copies.held is not None
+    ones = Slices(*(torch.ones_like(weight) for weight in own))
+    copies.held.add_home(own, of_copies=ones)
+    return own.down[:, 0, 0]
+
+
+def test_gradients_that_come_home_are_added_in_float32() -> None:
+    assert [x.tolist() for x in run_ranks(gradients_in_bfloat16, 2)] == [[258.0, 256.0], [256.0, 256.0]]
+
+
+def life_of_slots(rank: int, world_size: int) -> dict[str, Any]:
+    mesh = mesh_of(world_size, 2)
+    ids, weights = choose("all to one", 2)
+    layer = make_layer(mesh, ids, weights.detach(), num_copies=1, backend="grouped")
+    copies, experts = layer.experts.copies, layer.experts
+    assert copies is not None
+    assert copies.held is not None
+    place = copies.held.weights.gate_up.data_ptr()
+    first = copies.held.weights.gate_up.clone()
+    with torch.no_grad():
+        experts.gate_up_proj += 1.0
+    [hottest] = choose_copies(count(ids, NUM_EXPERTS)[None], num_ranks=2, num_copies=1).tolist()
+    experts.fill_copies(hottest)
+    moved = copies.held.weights.gate_up - first
+    found = {
+        "same place": copies.held.weights.gate_up.data_ptr() == place,
+        "moved": [moved.min().item(), moved.max().item()],
+    }
+    out, _ = dispatch(Dispatch(layer.x_tD, lambda: layer.routing, experts, mesh, TWO_CHUNKS), strategy="gather_tokens")
+    copies.drop()
+    found["used after drop"] = rows_of_copies(layer, ids)
+    experts.fill_copies(hottest)
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        found["error"] = str(error)
+    experts.fill_copies([[0], [4]])
+    found["empty"] = copies.held is None
+    return found
+
+
+def test_slots_are_one_buffer_that_is_refilled_only_between_steps() -> None:
+    holder = run_ranks(life_of_slots, 2)[1]
+    assert holder["same place"]
+    assert holder["moved"] == pytest.approx([1.0, 1.0])
+    assert holder["used after drop"] == 0
+    assert "modified by an inplace operation" in holder["error"]
+    assert holder["empty"]
+
+
+def collectives_of_a_layer(rank: int, world_size: int, recompute: bool) -> tuple[int, list[Tensor]]:
+    """All-to-alls with uneven splits in a forward and backward, which nothing shows the host a number in."""
+    from torch.utils.checkpoint import checkpoint
+
+    ids, weights = choose("all to one", 2)
+    layer = make_layer(mesh_of(world_size, 2), ids, weights.detach(), num_copies=1, backend="grouped")
+    num_exchanges = 0
+    exchange = dist.all_to_all_single
+
+    def counting(out: Tensor, x: Tensor, *splits: Any, **options: Any) -> Any:
+        nonlocal num_exchanges
+        num_exchanges += bool(splits)
+        return exchange(out, x, *splits, **options)
+
+    def forward(x_tD: Tensor) -> Tensor:
+        work = Dispatch(x_tD, lambda: layer.routing, layer.experts, layer.mesh, TWO_CHUNKS)
+        return dispatch(work, strategy="gather_tokens").out_tD
+
+    dist.all_to_all_single = counting
+    try:
+        with static_shapes():
+            x_tD = layer.x_tD
+            out = checkpoint(forward, x_tD, use_reentrant=False) if recompute else forward(x_tD)
+            out.backward(whole_numbers(torch.float32)[1].chunk(world_size)[rank])
+    finally:
+        dist.all_to_all_single = exchange
+    return num_exchanges, [p.grad for p in layer.experts.parameters() if p.grad is not None]
+
+
+def test_a_micro_batch_sends_gradients_home_and_nothing_else_recomputed_or_not() -> None:
+    plain, recomputed = (run_ranks(collectives_of_a_layer, 2, recompute) for recompute in (False, True))
+    for (num, gradients), (num_again, gradients_again) in zip(plain, recomputed, strict=True):
+        assert num == num_again == 2  # of gate_up and of down
+        assert len(gradients) == 2
+        assert all(a.equal(b) for a, b in zip(gradients, gradients_again, strict=True))
+
+
+def test_weights_travel_between_ranks_with_the_same_slice() -> None:
+    """Two shares of four experts on four ranks: share 0 lends expert 1 twice, share 1 lends expert 3 (its second)."""
+    layout, copies = ParallelLayout(tp=4, ep=2), [[3, 0], [1, 1]]
+    meshes = [ParallelMesh(layout=layout, rank=r, tp_group=None, dp_group=None, kv_group=None) for r in range(4)]
+    by_rank = [copy_traffic(copies, num_local=2, mesh=mesh) for mesh in meshes]
+    assert [t.lent for t in by_rank] == [[1, 1], [1, 1], [1], [1]]
+    assert [t.filled for t in by_rank] == [[0], [0], [0, 1], [0, 1]]
+    assert [t.splits.send for t in by_rank] == [[0, 0, 2, 0], [0, 0, 0, 2], [1, 0, 0, 0], [0, 1, 0, 0]]
+    assert [t.splits.receive for t in by_rank] == [[0, 0, 1, 0], [0, 0, 0, 1], [2, 0, 0, 0], [0, 2, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        (ParallelLayout(tp=2, ep=1), {}, r"resident_experts=1 needs ep > 1: with ep=1 every rank holds a slice"),
+        (
+            ParallelLayout(tp=2, ep=2),
+            {"strategy": "all_to_all"},
+            r"=1 is for strategy gather_tokens, .* not for all_to",
+        ),
+        (ParallelLayout(tp=2, ep=2), {"strategy": "auto"}, r"is for strategy gather_tokens, .* not for auto; use 0"),
+        (ParallelLayout(tp=2, ep=2), {"num_copies": 5}, r"resident_experts=5: 5 copies do not fit: .* can copy 0 to 4"),
+        (ParallelLayout(tp=16, ep=16), {"num_experts": 16}, r"2 \*\* 16 sets of ranks; use ep of at most 12"),
+    ],
+)
+def test_copies_that_a_layout_cannot_have_are_refused(
+    layout: ParallelLayout, options: dict[str, Any], message: str
+) -> None:
+    mesh = ParallelMesh(layout=layout, rank=0, tp_group=None, dp_group=None, kv_group=None)
+    values = {"num_copies": 1, "num_experts": 8, "strategy": "gather_tokens"} | options
+    with pytest.raises(ValueError, match=message):
+        ExpertCopies(values.pop("num_copies"), mesh=mesh, **values)
+
+
+def test_a_negative_number_of_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="resident_experts=-1 must be at least 0, which makes no copies"):
+        tiny_config(resident_experts=-1)
+
+
+def test_a_model_on_one_process_makes_no_copies() -> None:
+    from modeling.mesh import one_rank_mesh
+
+    assert GatherMoeExperts(tiny_config(resident_experts=1), mesh=one_rank_mesh()).copies is None

@@ -1,0 +1,274 @@
+"""The noise on a router's input: a function of place and time alone, in training alone, the same when recomputed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.build import build_model
+from modeling.config import GatherMoeConfig
+from modeling.layout import ParallelLayout
+from modeling.mesh import build_mesh, one_rank_mesh
+from modeling.model import GatherMoeForCausalLM
+from modeling.noise import NoiseOrigin, jitter, token_counters
+from modeling.router import GatherMoeRouter
+from tests.engine_runs import (
+    Batch,
+    Tensors,
+    Training,
+    assert_all_match,
+    micro_batches,
+    model_with,
+    random_batch,
+    slow,
+    start,
+    train,
+)
+from tests.modeling.test_static_shapes import static_shapes
+from tests.parity import Case, full_state, mixed_config, tiny_config
+from tests.ranks import RankError, run_ranks
+
+WIDTH = 0.25
+ORIGIN = NoiseOrigin(seed=5, first_token=0)
+
+
+def factors(*, tokens: int = 64, channels: int = 96, origin: NoiseOrigin = ORIGIN, layer_idx: int = 0) -> Tensor:
+    counters = token_counters(torch.arange(tokens), origin=origin, layer_idx=layer_idx)
+    return jitter(torch.ones(tokens, channels, dtype=torch.float64), counters, width=WIDTH)
+
+
+def test_factors_are_uniform_around_one() -> None:
+    drawn = factors(tokens=400, channels=500).flatten()
+    assert (drawn.min() >= 1 - WIDTH) & (drawn.max() < 1 + WIDTH)
+    # Of 200,000 uniform numbers; four standard deviations of each.
+    assert abs(drawn.mean().item() - 1) < 4 * WIDTH / (3 * 200_000) ** 0.5
+    shares = torch.histc(drawn, bins=20, min=1 - WIDTH, max=1 + WIDTH) / 200_000
+    assert (shares - 0.05).abs().max() < 4 * (0.05 / 200_000) ** 0.5
+
+
+def test_every_seed_layer_token_and_channel_has_its_own_noise() -> None:
+    drawn = factors()
+    assert drawn.unique().numel() > 0.999 * drawn.numel()
+    for other in (
+        factors(origin=ORIGIN._replace(seed=6)),
+        factors(layer_idx=1),
+        factors(origin=ORIGIN._replace(first_token=1000)),
+    ):
+        assert not torch.isin(other, drawn).float().mean() > 0.01
+    centred = drawn - 1
+    between_tokens = (centred[1:] * centred[:-1]).mean() / centred.square().mean()
+    between_channels = (centred[:, 1:] * centred[:, :-1]).mean() / centred.square().mean()
+    assert between_tokens.abs() < 4 / drawn.numel() ** 0.5
+    assert between_channels.abs() < 4 / drawn.numel() ** 0.5
+
+
+def test_noise_belongs_to_the_token_however_the_stream_is_cut() -> None:
+    whole = factors(tokens=48)
+    for size in (4, 16):
+        parts = [factors(tokens=size, origin=ORIGIN._replace(first_token=i)) for i in range(0, 48, size)]
+        assert torch.equal(torch.cat(parts), whole)
+    shifted = token_counters(torch.arange(10, 20), origin=ORIGIN, layer_idx=0)
+    assert torch.equal(jitter(torch.ones(10, 96, dtype=torch.float64), shifted, width=WIDTH), whole[10:20])
+    far = NoiseOrigin(seed=2**40, first_token=2**62)
+    assert factors(origin=far).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_keeps_the_type_and_shows_the_host_nothing(dtype: torch.dtype) -> None:
+    x = torch.randn(6, 96, dtype=dtype).requires_grad_()
+    with static_shapes():
+        counters = token_counters(torch.arange(6), origin=ORIGIN, layer_idx=2)
+        out = jitter(x, counters, width=WIDTH)
+        out.sum().backward()
+    assert x.grad is not None
+    assert out.dtype == dtype
+    torch.testing.assert_close(x.grad.double(), factors(tokens=6, layer_idx=2), atol=1e-7, rtol=0)
+
+
+def test_only_the_logits_see_the_noise() -> None:
+    router = GatherMoeRouter(tiny_config(router_jitter_noise=WIDTH))
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(16, 32)
+    counters = token_counters(torch.arange(16), origin=ORIGIN, layer_idx=0)
+    noisy = router(x, noise_t=counters)
+    want = router(jitter(x, counters, width=WIDTH))
+    assert torch.equal(noisy.logits_tE, want.logits_tE)
+    assert not torch.allclose(noisy.logits_tE, router(x).logits_tE)
+
+
+def noisy_config(**changes: Any) -> GatherMoeConfig:
+    return mixed_config(router_jitter_noise=WIDTH, router_aux_loss_coef=0.5, router_z_loss_coef=0.1, **changes)
+
+
+def loss_and_gradients(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, Tensors]:
+    model.zero_grad()
+    loss = model(ids, labels=ids, **options).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def zero_routers(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, GatherMoeRouter):
+            module.weight.data.zero_()
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["routed", "exact ties"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("options", [{}, {"noise": ORIGIN}], ids=["drawn", "given"])
+def test_r_graph_03_recomputation_meets_the_same_jitter(options: Any, reentrant: bool, ties: bool) -> None:
+    ids = torch.arange(48).view(3, 16)
+    config = noisy_config()
+    model = model_with(config, full_state(config), one_rank_mesh())
+    if ties:
+        zero_routers(model)
+    torch.manual_seed(3)
+    want_loss, want = loss_and_gradients(model, ids, **options)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    torch.manual_seed(3)
+    loss, got = loss_and_gradients(model, ids, **options)
+    assert torch.equal(loss, want_loss)
+    for name, gradient in want.items():
+        assert torch.equal(got[name], gradient), name
+    torch.manual_seed(4)
+    other, _ = loss_and_gradients(model, ids, **({"noise": ORIGIN._replace(first_token=48)} if options else {}))
+    assert ties or not torch.equal(other, want_loss)
+
+
+def _recomputed_on_ranks(rank: int, world_size: int, ties: bool, ep: int) -> list[str]:
+    mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
+    model = build_model(noisy_config(), mesh=mesh, seed=0)
+    if ties:
+        zero_routers(model)
+    ids = torch.arange(48).view(3, 16)
+    _, want = loss_and_gradients(model, ids, noise=ORIGIN)
+    model.gradient_checkpointing_enable()
+    _, got = loss_and_gradients(model, ids, noise=ORIGIN)
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ties", [False, True], ids=["routed", "exact ties"])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_r_graph_03_recomputation_under_a_mesh_meets_the_same_jitter(ep: int, ties: bool) -> None:
+    assert run_ranks(_recomputed_on_ranks, 2, ties, ep) == [[], []]
+
+
+def test_every_layer_draws_its_own_noise() -> None:
+    config = noisy_config()
+    model = model_with(config, full_state(config), one_rank_mesh())
+    seen: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, GatherMoeRouter):
+            module.register_forward_pre_hook(
+                lambda module, args, kwargs: seen.append(kwargs["noise_t"]), with_kwargs=True
+            )
+    ids = torch.arange(16).view(1, 16)
+    model(ids, labels=ids, noise=ORIGIN)
+    assert len(seen) == 2
+    for layer_idx, counters in zip((1, 2), seen, strict=True):
+        assert torch.equal(counters, token_counters(torch.arange(16), origin=ORIGIN, layer_idx=layer_idx))
+
+
+def test_evaluation_has_no_noise() -> None:
+    ids = torch.arange(16).view(1, 16)
+    config = noisy_config()
+    state = full_state(config)
+    noisy, plain = (model_with(c, state, one_rank_mesh()) for c in (config, mixed_config()))
+    assert not torch.allclose(noisy(ids).logits, plain(ids).logits)
+    assert torch.equal(noisy.eval()(ids).logits, plain.eval()(ids).logits)
+
+
+def _without_origin(rank: int, world_size: int) -> None:
+    mesh = build_mesh(ParallelLayout(tp=world_size, ep=1), num_key_value_heads=2)
+    model = build_model(noisy_config(), mesh=mesh, seed=0)
+    ids = torch.arange(16).view(1, 16)
+    model.eval()(ids, labels=ids)
+    model.train()(ids, labels=ids)
+
+
+def test_a_group_must_be_told_its_noise() -> None:
+    message = r"router_jitter_noise=0\.25 needs to know which noise a group of tp=2 ranks shares; give noise="
+    with pytest.raises(RankError, match=message):
+        run_ranks(_without_origin, 2)
+
+
+def referee_steps(config: GatherMoeConfig, state: Tensors, batches: list[Batch]) -> tuple[Tensors, Tensors]:
+    """Gradients of the first step and weights after all of plain SGD in one process; the stream goes on."""
+    model: Any = GatherMoeForCausalLM(config)
+    model.load_state_dict(state)
+    gradients: Tensors = {}
+    for step, batch in enumerate(batches):
+        model.zero_grad()
+        noise = NoiseOrigin(0, step * batch.ids.numel())
+        model.train()(input_ids=batch.ids, labels=batch.labels, noise=noise).loss.backward()
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dp=2, stage=2, accumulation=3),
+        Case(tp=2, ep=2, stage=1, checkpointing=True),
+        slow(Case(tp=2, ep=1, stage=3, accumulation=3)),
+        slow(Case(dp=2, tp=2, ep=2, stage=2, accumulation=3, checkpointing=True)),
+    ],
+    ids=str,
+)
+def test_every_layout_trains_with_the_same_noise(case: Case) -> None:
+    config = tiny_config(router_jitter_noise=WIDTH)
+    state = full_state(config)
+    training = Training(adam_eps=None, learning_rate=0.1, weight_decay=0.0, num_steps=2, balance_coef=0.1)
+    batches = [random_batch(seed=seed, num_sequences=12) for seed in (7, 8)]
+    got = train(config, state, case, batches=batches, training=training)
+    config.router_aux_loss_coef = 0.1
+    gradients, weights = referee_steps(config, state, batches)
+    assert_all_match(got.gradients, gradients)
+    assert_all_match(got.weights, weights)
+
+
+def _origins(rank: int, world_size: int) -> list[NoiseOrigin]:
+    """What the model is given for two steps of two micro-batches of 2 sequences of 16 tokens."""
+    case = Case(dp=2, accumulation=2)
+    config = tiny_config(router_jitter_noise=WIDTH)
+    engine = start(config, full_state(config), case, num_sequences=8)
+    seen: list[NoiseOrigin] = []
+    engine.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["noise"]), with_kwargs=True)
+    for _ in range(2):
+        parts = micro_batches(random_batch(), case, dp_rank=engine.mesh.dp_rank)
+        engine.accumulate(parts, counts=engine.count(parts))
+        engine.update(learning_rate=1e-3)
+    return seen
+
+
+def test_first_tokens_count_the_stream_of_all_groups() -> None:
+    first, second = run_ranks(_origins, 2)
+    assert [origin.first_token for origin in first] == [0, 64, 128, 192]
+    assert [origin.first_token for origin in second] == [32, 96, 160, 224]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"router_jitter_noise": -0.1}, r"router_jitter_noise=-0\.1 must lie between 0, which is none, and 1"),
+        ({"capacity_factor": 0}, r"capacity_factor=0 must be above 0; None drops nothing"),
+        (
+            {"token_dtype": "float8_e4m3", "strategy": "all_to_all"},
+            r"token_dtype='float8_e4m3' and combine_dtype='auto' are for strategy='gather_tokens', not 'all_to_all'",
+        ),
+        ({"overlap_chunks": 0}, r"overlap_chunks=0 must be at least 1; None chooses"),
+        ({"router_jitter_noise": 1.5}, r"router_jitter_noise=1\.5 must lie between 0, which is none, and 1"),
+        ({"balance_bias_update_rate": -0.1}, r"balance_bias_update_rate=-0\.1 must be at least 0, which leaves"),
+        ({"routed_scaling_factor": 0.0}, r"routed_scaling_factor=0\.0 must be above 0; 1 changes nothing"),
+        ({"score_function": "relu"}, r"score_function='relu' is not known; choose one of \['softmax', 'sigmoid'\]"),
+    ],
+)
+def test_router_options_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**changes)

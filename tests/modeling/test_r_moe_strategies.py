@@ -1,0 +1,124 @@
+"""What users of other trainers found wrong in their MoE layers holds for every way tokens meet their experts."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from modeling.router import GatherMoeRouter, Routing
+from tests.engine_runs import (
+    Tensors,
+    Training,
+    accumulate,
+    assert_all_match,
+    gradient_shards,
+    join_shards,
+    plain_training,
+    random_batch,
+    slow,
+    start,
+    train,
+)
+from tests.modeling.test_r_moe import two_class_batch, two_expert_routing
+from tests.modeling.test_r_moe_routing import one_process_pass, padded_batch
+from tests.parity import Case, full_state, tiny_config
+from tests.ranks import run_ranks
+
+EVERY_WAY = pytest.mark.parametrize(
+    ("strategy", "case"),
+    [
+        ("gather_weights", Case(tp=2, ep=1, stage=2)),
+        ("all_to_all", Case(tp=2, ep=2, stage=3)),
+        slow("gather_weights", Case(dp=2, tp=2, ep=1, stage=3, accumulation=2)),
+        slow("gather_weights", Case(dp=2, tp=2, ep=1, stage=1, checkpointing=True)),
+        slow("all_to_all", Case(dp=2, tp=2, ep=2, stage=2, accumulation=2)),
+        slow("all_to_all", Case(dp=2, tp=2, ep=2, stage=1, checkpointing=True)),
+        slow("auto", Case(tp=2, ep=1, stage=2)),
+        slow("auto", Case(tp=2, ep=2, stage=2)),
+    ],
+    ids=str,
+)
+
+
+@EVERY_WAY
+def test_r_moe_02_and_03_gradients_and_their_norm_do_not_depend_on_the_strategy(strategy: str, case: Case) -> None:
+    """Three clipped steps with both auxiliary losses; a factor of a number of ranks anywhere would be seen."""
+    config = tiny_config(strategy=strategy)
+    state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
+    training = Training(num_steps=3, max_grad_norm=0.2, balance_coef=0.1, z_coef=0.01)
+    want = plain_training(config, state, batches=batches, training=training)
+    got = train(config, state, case, batches=batches, training=training)
+    assert_all_match(got.gradients, want.gradients)
+    assert_all_match(got.weights, want.weights)
+    for name, curve in want.curves._asdict().items():
+        assert getattr(got.curves, name) == pytest.approx(curve, abs=1e-5), name
+
+
+@EVERY_WAY
+def test_r_moe_01_and_09_experts_without_tokens_take_part_in_every_strategy(strategy: str, case: Case) -> None:
+    """Half of the sequences go to expert 0 alone, the others to expert 1 alone; experts 2 and 3 get nothing."""
+    config, state = two_expert_routing()
+    config.strategy = strategy
+    batch, training = two_class_batch(first_class_first=True), Training(num_steps=2)
+    want = plain_training(config, state, batches=[batch], training=training)
+    got = train(config, state, case, batches=[batch], training=training)
+    assert_all_match(got.gradients, want.gradients)
+    assert_all_match(got.weights, want.weights)
+    for name, gradient in got.gradients.items():
+        if ".experts." in name:
+            assert gradient[:2].flatten(1).abs().amax(1).min() > 1e-4
+            assert not gradient[2:].any()
+
+
+def _padded(rank: int, world_size: int, config: Any, state: Tensors, case: Case) -> Any:
+    training = Training(balance_coef=0.1, z_coef=0.01)
+    engine = start(config, state, case, training=training, num_sequences=2)
+    sums = accumulate(engine, padded_batch(pad_with_a_real_token=True)[2], case)
+    dist.all_reduce(sums.expert_counts, group=engine.mesh.dp_group)
+    return sums.expert_counts, gradient_shards(engine)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "case"),
+    [
+        ("gather_weights", Case(tp=2, ep=1, stage=2)),
+        ("all_to_all", Case(tp=2, ep=2, stage=3)),
+        slow("gather_weights", Case(dp=2, tp=2, ep=1, stage=1)),
+        slow("all_to_all", Case(dp=2, tp=2, ep=2)),
+    ],
+    ids=str,
+)
+def test_r_moe_11_padding_is_not_routed_in_any_strategy(strategy: str, case: Case) -> None:
+    config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01, strategy=strategy)
+    state = full_state(config)
+    want, want_grads = one_process_pass(config, state, padded_batch(pad_with_a_real_token=True)[2])
+    by_rank = run_ranks(_padded, case.dp * case.tp, config, state, case)
+    for counts, _ in by_rank:
+        assert torch.equal(counts, want.sums.expert_counts)
+    assert_all_match(join_shards([grads for _, grads in by_rank], config, case, whole=state), want_grads)
+
+
+def _router_types(rank: int, world_size: int, config: Any, state: Tensors, case: Case) -> list[set[torch.dtype]]:
+    seen: list[set[torch.dtype]] = []
+
+    def note(router: Any, args: Any, routing: Routing) -> None:
+        seen.append({routing.logits_tE.dtype, routing.weights_tA.dtype})
+
+    def watch(model: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, GatherMoeRouter):
+                module.register_forward_hook(note)
+
+    engine = start(config, state, case, prepare=watch)
+    accumulate(engine, random_batch(), case)
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    return seen
+
+
+@pytest.mark.parametrize(("strategy", "ep"), [("gather_weights", 1), ("all_to_all", 2)])
+def test_r_moe_10_a_bf16_engine_routes_in_float32_in_every_strategy(strategy: str, ep: int) -> None:
+    config = tiny_config(strategy=strategy)
+    case = Case(tp=2, ep=ep, stage=2, bf16=True)
+    for seen in run_ranks(_router_types, 2, config, full_state(config), case):
+        assert seen == [{torch.float32}] * 2

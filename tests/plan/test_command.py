@@ -1,0 +1,226 @@
+"""`gather-moe plan`: what it prints, the file it writes, which a run takes, and its messages about bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.cli import main
+from recipe.plan.write import check_writable, how_to_start, write_config
+from recipe.shared.units import duration, size
+from tests.ranks import run_ranks
+from tests.training import train_on_ranks, write_inputs
+
+ROOT = Path(__file__).parents[2]
+
+
+def plan(*words: str) -> int:
+    return main(["plan", *words])
+
+
+ON_A100 = ("--model=olmoe", "--gpus=8", "--gpu=a100-80g", "--seq_len=4096")
+
+
+def test_the_best_plan_comes_first_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*ON_A100, "--json", "--skew=1.5", "--against=tp=4,ep=4") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["request"]["tokens_per_batch"] == 8 * 4096
+    assert found["request"]["skew"] == 1.5
+    speeds = [row["tokens_per_s"] for row in found["plans"]]
+    assert speeds == sorted(speeds, reverse=True)
+    for row in found["plans"]:
+        layout = row["layout"]
+        assert layout["dp"] * layout["tp"] + row["idle_gpus"] == 8
+        assert layout["ep"] * layout["etp"] == layout["tp"]
+        seconds = {name: value for name, value in row["time"].items() if name != "hidden_s"}
+        assert sum(seconds.values()) == pytest.approx(row["step_s"])
+        parts = {name: value for name, value in row["memory"].items() if isinstance(value, int)}
+        assert sum(parts.values()) == row["memory_bytes"] <= found["request"]["room_bytes"]
+    assert all(set(row) == {"layout", "reason"} for row in found["rejected"])
+    assert found["sources"]["memory_bytes"]
+    assert "tp=4 ep=4" in found["against"]
+    assert found["why"].startswith("dp=")
+
+
+def test_people_get_a_table_two_sentences_and_every_other_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*ON_A100, "--top=3", "--tokens_per_batch=65536", "-v") == 0
+    text = capsys.readouterr().out
+    for words in (
+        "6.92 B parameters, 1.28 B of them for a token",
+        "8 x a100-80g, 8 per node",
+        "2.0 GiB set aside for what is no tensor",
+        "data sheets and assumed efficiencies",
+        "16 sequences of 4096 = 65,536 tokens",
+        "trains most",
+        "why not tp=",
+        "memory of a rank, the best plan",
+        "numbers of a100-80g",
+        "memory at the fullest moment",
+        "data parallel",
+        "all_reduce",
+    ):
+        assert words in text
+    ranks = [line.split()[0] for line in text.splitlines() if line.lstrip()[:1].isdigit() and " tp=" in line]
+    assert ranks == ["1", "2", "3"]
+
+
+def test_where_nothing_fits_each_size_of_group_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model=qwen3-235b-a22b", "--gpus=4", "--gpu=rtx-4090", "--seq_len=4096")
+    assert plan(*words) == 1
+    text = capsys.readouterr().out
+    assert "no layout of 4 devices fits; the nearest of each size of group:" in text
+    assert " per rank at the least (ZeRO-3, 1 at once, recomputed), " in text
+    assert plan(*words, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["plans"] == []
+    assert found["why"] is None
+    assert len(found["rejected"]) > 3
+
+
+def test_planning_a_thousand_devices_loads_no_torch() -> None:
+    words = ["plan", "--model=qwen3-30b-a3b", "--gpus=1024", "--gpu=h100", "--seq_len=4096", "--json"]
+    code = f"import sys; from recipe.cli import main; assert main({words!r}) == 0; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plans"]
+
+
+def test_published_speeds_need_no_other_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan("--published")
+    assert ended.value.code == 0
+    assert "Mixtral 8x22B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpu": "a1000"}, "hardware 'a1000' is not known; choose one of a100-80g"),
+        (
+            {"gpus": 9},
+            "--gpus 9 do not fill nodes of 8, the usual number for a100-80g; pass a --gpus_per_node of [1, 3",
+        ),
+        ({"gpus": 9}, "or take 8 or 16 devices"),
+        ({"gpus": 9, "gpus_per_node": 4}, "--gpus 9 do not fill nodes of --gpus_per_node 4; pass a --gpus_per_node of"),
+        ({"against": "tp=16"}, "--against tp=16 is a group of more than the 8 devices of --gpus"),
+        (
+            {"tokens_per_batch": 5000},
+            "5000 is no whole number of sequences of --seq_len 4096; the nearest that is: 4096",
+        ),
+        ({"seq_len": 8192}, "block_size=8192 is longer than max_position_embeddings=4096"),
+        (
+            {"config_overrides": "num_experts_per_tok=65"},
+            "num_experts_per_tok=65 must lie between 1 and num_experts=64",
+        ),
+        (
+            {"config_overrides": "num_experts=0,num_experts_per_tok=0"},
+            "olmoe has no layer with experts (num_experts=0)",
+        ),
+        ({"model": "tests"}, "the model (--model tests) cannot be used"),
+        ({"write": "nowhere/plan.json"}, "nowhere/plan.json cannot be written: No such file or directory"),
+        ({"write": "tests"}, "tests cannot be written: Is a directory"),
+    ],
+)
+def test_bad_input_is_one_clear_message(
+    changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"model": "olmoe", "gpus": 8, "gpu": "a100-80g", "seq_len": 4096, **changes}
+    assert plan(*(f"--{name}={value}" for name, value in words.items())) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""
+
+
+def test_a_dense_model_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    assert plan(f"--model={tmp_path}", "--gpus=2", "--gpu=cpu") == 2
+    assert "holds a 'llama'; configurations can be read of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--gpus=0", "argument --gpus/--ranks: 0 is too small; the least is 1"),
+        ("--gpus=eight", "'eight' is not a whole number"),
+        ("--seq_len=1", "1 is too small; the least is 2"),
+        ("--skew=0.5", "0.5 is no ratio of the most to the mean; the least is 1"),
+        ("--skew=much", "'much' is not a number"),
+        ("--against=ep=4", "'ep=4' is not like tp=4,ep=4,strategy=gather_tokens"),
+        ("--against=tp=4,strategy=fast", "strategy=fast is not one of gather_tokens, gather_weights, all_to_all"),
+        ("--against=tp=4,strategy=auto", "strategy=auto is not one of gather_tokens"),
+        ("--against=tp=4,tp=2", "'tp=4,tp=2' is not like tp=4,ep=4,strategy=gather_tokens, each of them once"),
+        ("--against=tp=0", "0 is too small; the least is 1"),
+    ],
+)
+def test_a_flag_that_is_no_number_is_named(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(*ON_A100, word)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_for_people_and_what_for_programs_is_not_asked_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan(*ON_A100, "-v", "--json")
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_the_way_to_start_counts_the_ranks() -> None:
+    where = Path("plan.json")
+    said = how_to_start(where, num_ranks=6, ranks_per_node=8)
+    assert said.endswith("deepspeed --num_accelerators 6 run_pretrain.py --ds_config plan.json")
+    said = how_to_start(where, num_ranks=16, ranks_per_node=8)
+    assert "HOSTS being a file of lines, 2 like `worker slots=8`: deepspeed --hostfile HOSTS run_pretrain.py" in said
+    said = how_to_start(where, num_ranks=20, ranks_per_node=8)
+    assert "2 like `worker slots=8` and 1 like `worker slots=4`: " in said
+
+
+def test_a_file_that_may_not_be_written_is_named_before_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ValueError, match=r"plan.json cannot be written: Permission denied"):
+        check_writable(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"cannot be written: Is a directory"):
+        write_config(tmp_path, config={})
+
+
+def test_a_layout_is_held_against_where_none_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model=mixtral-8x7b", "--gpus=4", "--gpu=rtx-4090", "--seq_len=512", "--against=tp=4,ep=3")
+    assert plan(*words) == 1
+    assert "tp=4 ep=3 cannot be: ep=3 does not divide tp=4" in capsys.readouterr().out
+    assert plan(*words, "--json") == 1
+    assert "ep=3 does not divide tp=4" in json.loads(capsys.readouterr().out)["against"]
+
+
+def test_bytes_and_seconds_have_three_digits() -> None:
+    assert [duration(s) for s in (2e-6, 999.4e-6, 999.6e-6, 0.0123, 0.9999, 1.5, 1234.0)] == [
+        "2.00 µs",
+        "999 µs",
+        "1.00 ms",
+        "12.3 ms",
+        "1.00 s",
+        "1.50 s",
+        "1,234 s",
+    ]
+    sizes = (0, 999, 1000, 5 * 2**10, 5 * 2**20, 2**30, 3 * 2**29, 2151 * 2**30)
+    assert [size(number) for number in sizes] == [
+        *("0 B", "999 B", "1 KiB", "5 KiB", "5 MiB", "1.0 GiB", "1.5 GiB", "2.1 TiB")
+    ]
+
+
+@pytest.mark.slow
+def test_the_written_file_trains_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from run_pretrain import read_request
+
+    flags = write_inputs(tmp_path)
+    file = tmp_path / "plan.json"
+    assert plan(f"--model={flags['config_name']}", "--gpus=2", "--gpu=cpu", "--seq_len=16", f"--write={file}") == 0
+    assert f"deepspeed --num_accelerators 2 run_pretrain.py --ds_config {file}" in capsys.readouterr().out
+    of_this_test = ("train_file", "cache_dir", "train_vocab_size", "output_dir")
+    run = {"ds_config": file, "max_steps": 2, "hf_save": "never", **{name: flags[name] for name in of_this_test}}
+    for results, _ in run_ranks(train_on_ranks, 2, run):
+        assert results["steps"] == 2
+    with pytest.raises(ValueError, match="--expect_world_size 2, but 1 ranks were started"):
+        read_request([f"--{name}={value}" for name, value in run.items()])

@@ -1,0 +1,209 @@
+"""The hardware table says where its numbers are from; a probe's file is read strictly; rates follow from both."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.plan.hardware import find_hardware
+from recipe.plan.hardware_file import FORMAT, hardware_as_json, read_hardware
+from recipe.plan.hardware_table import ALIASES, SHEETS, known_names
+from recipe.plan.rates import ATTENTION_BACKWARD_FLOPS, Rates
+from recipe.shared.flops import table_peak
+from recipe.train.records import write_json
+from tests.plan_hardware import flat_hardware
+
+NUMBERS = ("memory_bytes", "peak_flops_per_s", "memory_bytes_per_s", "ranks_per_node", "intra", "inter", "launch_s")
+
+
+@pytest.mark.parametrize("name", known_names())
+def test_every_number_of_the_table_has_a_source(name: str) -> None:
+    hardware = find_hardware(name)
+    assert hardware.memory_bytes > 2**30
+    assert {"bf16", "fp32"} == hardware.peak_flops_per_s.keys()
+    for number in (*NUMBERS, "efficiencies"):
+        assert any(key.split(".")[0] == number and text for key, text in hardware.sources.items()), number
+    assert not hardware.measured
+
+
+def test_the_table_takes_peaks_from_where_mfu_does() -> None:
+    for name, sheet in SHEETS.items():
+        peak = table_peak(sheet.device_name)
+        assert peak is not None
+        assert find_hardware(name).peak_flops_per_s["bf16"] == peak.flops_per_s
+    assert find_hardware("H100").peak_flops_per_s["bf16"] == 989.4e12
+    assert all(find_hardware(alias) == find_hardware(name) for alias, name in ALIASES.items())
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"hardware 'h1000' is not known; choose one of a100-80g \(or a100\), .*rtx-4090 \(or 4090, .*cpu, or",
+    ):
+        find_hardware("h1000")
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        *(("A100_80GB", "a100-80g"), ("NVIDIA A100-SXM4-40GB", "a100-40g"), ("h100-sxm", "h100")),
+        *(("NVIDIA H100 80GB HBM3", "h100"), ("GeForce RTX 4090", "rtx-4090"), ("amd_instinct_mi300x", "mi300x")),
+    ],
+)
+def test_a_name_may_be_written_in_many_ways(said: str, name: str) -> None:
+    assert find_hardware(said).name == name
+
+
+@pytest.mark.parametrize("other", ["h100-pcie", "h100-nvl", "rtx-4090-d", "a100-mig-1g.10gb"])
+def test_another_device_is_not_taken_for_a_known_one(other: str) -> None:
+    with pytest.raises(ValueError, match=rf"hardware '{other}' is not known"):
+        find_hardware(other)
+
+
+def test_hardware_of_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"hardware 'h100' is a cuda, but the plan is for device cpu"):
+        find_hardware("h100", device="cpu")
+
+
+def test_a_file_brings_back_what_was_measured(tmp_path: Path) -> None:
+    hardware, path = flat_hardware(rate=2e9), tmp_path / "hardware.json"
+    write_json(path, hardware_as_json(hardware, machine={"cores": 2}))
+    assert find_hardware(str(path)) == hardware
+    assert json.loads(path.read_text())["machine"] == {"cores": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["hardware.json"]
+
+
+def _edited(path: Path, edit: Any) -> Path:
+    write_json(path, hardware_as_json(flat_hardware(), machine={}))
+    whole = json.loads(path.read_text())
+    edit(whole)
+    path.write_text(json.dumps(whole))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda w: w.update(format=FORMAT - 1), r"has an older format \(0\) than this program's 1; measure again with"),
+        (lambda w: w.pop("format"), r"has an older format \(None\)"),
+        (lambda w: w.update(format=FORMAT + 1), r"has a newer format \(2\)"),
+        (
+            lambda w: w["hardware"].pop("memory_bytes"),
+            r"cannot be used: 'memory_bytes' is missing in hardware; mea",
+        ),
+        (lambda w: w["hardware"]["measured"]["fp32"]["passes"].pop("copy"), r"'copy' is missing in measured.fp32.pass"),
+        (lambda w: w["hardware"]["measured"]["fp32"]["passes"].update(copy=[]), r"passes.copy is \[\], not a list of"),
+        (lambda w: w["hardware"]["measured"]["fp32"].update(attention=[[1, 2]]), r"attention has \[1, 2\], not 4 numb"),
+        (lambda w: w["hardware"].update(device="tpu"), r"its device is 'tpu', not cpu or cuda"),
+        (lambda w: w["hardware"].update(measured={}), r"measured is empty"),
+        (lambda w: w["hardware"].update(measured=[]), r"measured is \[\], not a block of names and values"),
+        (lambda w: w["hardware"]["measured"].update(fp8={}), r"'fp8' in measured is not one of fp32, bf16"),
+        (lambda w: w["hardware"].update(memory_bytes_per_s=-1), r"memory_bytes_per_s is -1, not a positive number"),
+        (lambda w: w["hardware"].update(launch_s=None), r"launch_s is None, not a positive number"),
+        (lambda w: w["hardware"].update(ranks_per_node=2.5), r"ranks_per_node is 2.5, not a whole number from 1 on"),
+        (lambda w: w["hardware"].update(peak_flops_per_s={}), r"peak_flops_per_s is empty"),
+        (lambda w: w["hardware"].update(peak_flops_per_s={"bf16": 1}), r"peak_flops_per_s has no fp32, which was"),
+        (lambda w: w["hardware"].update(name=3), r"name is 3, not a text"),
+        (lambda w: w["hardware"].update(colour="red"), r"'colour' in hardware is not known"),
+        (lambda w: w["hardware"].update(compute_capability=[9]), r"compute_capability has \[9\], not 2 numbers"),
+        (lambda w: w["hardware"]["intra"].update(alpha_s=-1), r"intra.alpha_s is -1, not a number from 0 on"),
+        (lambda w: w["hardware"]["intra"].update(alpha_s="x"), r"intra.alpha_s is 'x', not a number from 0 on"),
+        (lambda w: w["hardware"]["intra"].update(bytes_per_s=float("inf")), r"bytes_per_s is inf, not a positive numb"),
+        (lambda w: w["hardware"]["intra"].update(busy=7), r"intra.busy is 7, not a share between 0 and 1"),
+        (lambda w: w["hardware"]["intra"].update(ops=[]), r"intra.ops is \[\], not a block"),
+        (
+            lambda w: w["hardware"]["intra"].update(ops={"all_gather": [0, 0, 0, 0]}),
+            r"all_gather.bytes_per_s is 0, not",
+        ),
+        (
+            lambda w: w["hardware"]["measured"]["fp32"]["products"].update(expert=[[0, 64, 1e9]]),
+            r"expert is 0, not a p",
+        ),
+        (
+            lambda w: w["hardware"]["measured"]["fp32"]["passes"].update(add=[[0, 1e-6]]),
+            r"passes.add is 0, not a posit",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(edit: Any, message: str, tmp_path: Path) -> None:
+    path = _edited(tmp_path / "old.json", edit)
+    with pytest.raises(ValueError, match=rf"hardware file .*old.json .*{message}"):
+        read_hardware(path)
+
+
+def test_a_file_that_is_none_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none.json does not exist; .*`gather-moe probe --out"):
+        find_hardware(str(tmp_path / "none.json"))
+    (tmp_path / "text.json").write_text("{")
+    with pytest.raises(ValueError, match=r"text.json is no JSON"):
+        find_hardware(str(tmp_path / "text.json"))
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ValueError, match=r"folder.json cannot be read: Is a directory"):
+        find_hardware(str(tmp_path / "folder.json"))
+
+
+def test_a_product_is_bound_by_operations_or_by_bytes() -> None:
+    hardware = find_hardware("h100")
+    rates, reached = Rates(hardware, precision="bf16"), hardware.efficiencies
+    large_s = rates.product_s("forward", rows=8192, width=4096, out=4096)
+    share = reached.product / (1 + reached.half_rows / 8192) / (1 + reached.half_width / 4096)
+    assert large_s == pytest.approx(2 * 8192 * 4096**2 / (989.4e12 * share))
+    one_row_s = rates.product_s("forward", rows=1, width=4096, out=4096)
+    assert one_row_s == pytest.approx(2 * (4096**2 + 2 * 4096) / (3352e9 * reached.memory))
+    assert rates.product_s("forward", rows=8192, width=4096, out=0) == 0
+
+
+def test_few_rows_per_expert_and_short_sequences_are_slow() -> None:
+    rates = Rates(find_hardware("a100-80g"), precision="bf16")
+
+    def rate(rows: float) -> float:
+        return rows / rates.product_s("expert", rows=rows, width=2048, out=1536, count=8)
+
+    assert rate(4096) > 1.5 * rate(64) > 2 * rate(16)
+    each = [rates.attention_s(tokens=1, num_heads=8, head_dim=128, length=n, backward=False) / n for n in (512, 8192)]
+    assert each[0] > 1.5 * each[1]
+
+
+def test_measured_rates_are_met_and_joined() -> None:
+    hardware = flat_hardware(rate=1e9)
+    measured = hardware.measured["fp32"]
+    products = {
+        kind: tuple(r._replace(flops_per_s=r.rows * r.width * 1e6) for r in rates)
+        for kind, rates in measured.products.items()
+    }
+    hardware = replace(hardware, measured={"fp32": replace(measured, products=products)})
+    rates = Rates(hardware, precision="fp32")
+
+    def rate(rows: float, width: float, out: float) -> float:
+        return 2 * rows * width * out / rates.product_s("forward", rows=rows, width=width, out=out)
+
+    for point in products["forward"]:
+        assert rate(point.rows, point.width, point.width) == pytest.approx(point.flops_per_s)
+    assert rate(128, 256, 256) == pytest.approx(128 * 256 * 1e6)  # a power law is joined by itself
+    assert rate(64, 64 * 2 / 3, 64 * 2) == pytest.approx(64 * 64 * 1e6)  # by the harmonic mean of 2/3 and 2
+    assert rate(10**6, 10**6, 10**6) == pytest.approx(products["forward"][-1].flops_per_s)
+    few_s = [rates.product_s("forward", rows=rows, width=64, out=64) for rows in (1, 16)]
+    assert few_s[0] == pytest.approx(few_s[1])
+
+
+def test_passes_cost_a_call_below_and_are_in_proportion_above_what_was_measured() -> None:
+    rates = Rates(flat_hardware(pass_s=1e-6), precision="fp32")
+    measured_s = rates.pass_s("norm", 2**10)
+    assert rates.pass_s("norm", 1) == rates.pass_s("norm", 0) == measured_s
+    assert rates.pass_s("norm", 2**30) == pytest.approx(2**10 * rates.pass_s("norm", 2**20))
+    assert rates.pass_s("norm", 2**10, count=3) == 3 * measured_s
+
+
+def test_attention_of_a_probe_counts_the_causal_half() -> None:
+    rates = Rates(flat_hardware(rate=1e9), precision="fp32")
+    shape: dict[str, Any] = {"tokens": 32, "num_heads": 4, "head_dim": 64, "length": 16}
+    forward_s = rates.attention_s(**shape, backward=False)
+    assert forward_s == pytest.approx(2 * 32 * 16 * 4 * 64 / 1e9)
+    assert rates.attention_s(**shape, backward=True) == pytest.approx(ATTENTION_BACKWARD_FLOPS * forward_s / 1.25)
+
+
+def test_a_precision_that_was_not_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"flat was measured in fp32, not in bf16; .*--precision bf16"):
+        Rates(flat_hardware(), precision="bf16")

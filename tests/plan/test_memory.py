@@ -1,0 +1,229 @@
+"""The memory plan counts all parameters and all activations, each line with its formula; it grows as a step does."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from modeling.config import GatherMoeConfig
+from modeling.init import full_shapes, shard_table
+from modeling.layout import ParallelLayout
+from modeling.mesh import ParallelMesh, one_rank_mesh
+from modeling.model import GatherMoeForCausalLM
+from recipe.plan.job import Job
+from recipe.plan.memory import KINDS, explain_memory, predict_memory
+from recipe.plan.memory_rows import ASSUMED, MEASURED, READ
+from recipe.plan.parameters import layer_shapes, outer_shapes, rank_parameters
+from recipe.plan.zero3_fetches import ONCE, Thresholds
+from recipe.plan.zero3_memory import whole_weights
+from recipe.plan.zero_defaults import DEFAULTS, PLAIN_BUCKET
+from recipe.settings.execution import WireOptions
+from recipe.settings.model import sizes_of
+from recipe.shared.flops import count_parameters, model_flops_per_token
+from tests.parity import TINY, mixed_config, tiny_config
+
+WIRE = WireOptions(overlap=False, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto")
+
+
+def job(*, layout: ParallelLayout | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Job:
+    values: dict[str, Any] = {
+        "model": {**TINY, **(model or {})},
+        "layout": layout or ParallelLayout(tp=2, ep=2),
+        "num_sequences": 4,
+        "block_size": 64,
+        "accumulation": 1,
+        "strategy": "gather_tokens",
+        "wire": WIRE,
+        "experts_backend": "grouped",
+        "zero": {"stage": 2, "reduce_bucket_size": 1024},
+        "precision": "bf16",
+        "recompute": False,
+        "device": "cuda",
+    }
+    return Job(**(values | changes))
+
+
+def meta_model(config: GatherMoeConfig, layout: ParallelLayout) -> Any:
+    """The real modules of the first rank of a group, without memory."""
+    group: Any = SimpleNamespace()
+    mesh = one_rank_mesh()
+    if layout.tp > 1:
+        mesh = ParallelMesh(layout=layout, rank=0, tp_group=group, dp_group=group, kv_group=None)
+    with torch.device("meta"):
+        return GatherMoeForCausalLM(config, mesh=mesh)
+
+
+def test_r_plan_01_total_and_active_parameters_of_tiny() -> None:
+    counts = count_parameters(sizes_of(TINY))
+    assert (counts.total, counts.active) == (34_336, 22_048)
+    alone = ParallelLayout()
+    model = meta_model(tiny_config(), alone)
+    assert rank_parameters(sizes_of(TINY), alone).total(sizes_of(TINY)) == counts.total
+    assert sum(p.numel() for p in model.parameters()) == counts.total
+
+
+def test_r_plan_01_memory_grows_with_experts_but_operations_do_not() -> None:
+    few, many = sizes_of(TINY), sizes_of({**TINY, "num_experts": 64})
+    plans = [predict_memory(job(layout=ParallelLayout(), model={"num_experts": n})) for n in (4, 64)]
+    added = 2 * 60 * 3 * 32 * 32 + 2 * 60 * 32  # experts and the router's rows
+    assert count_parameters(many).total - count_parameters(few).total == added
+    assert plans[1].weights - plans[0].weights == 2 * added
+    assert plans[1].optimizer - plans[0].optimizer == 12 * added
+    flops = [model_flops_per_token(sizes, attention_length=16) for sizes in (few, many)]
+    assert flops[1] - flops[0] == 6 * 2 * 60 * 32  # the router alone
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{"model": {"num_experts_per_tok": k}} for k in (1, 2, 4)],
+        [{"model": {"moe_intermediate_size": f}} for f in (16, 32, 64)],
+        [{"num_sequences": b} for b in (2, 4, 8)],
+        [{"block_size": s} for s in (32, 64, 128)],
+        [{"recompute": recompute} for recompute in (True, False)],
+        [{"model": {"qk_norm": kind}} for kind in ("none", "head")],
+        [{"model": {"num_hidden_layers": n}} for n in (2, 3, 4)],
+        [{"model": {"clip_qkv": limit}} for limit in (None, 8.0)],
+        [{"device": "cpu", "attention_length": length} for length in (None, 16.0)],
+        [{"wire": replace(WIRE, resident_experts=n)} for n in (0, 1, 2)],
+    ],
+    ids=lambda changes: "-".join(changes[-1]),
+)
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(dp=2, tp=2, ep=2), ParallelLayout(tp=2)], ids=str)
+def test_r_plan_02_memory_is_monotone(changes: list[dict[str, Any]], layout: ParallelLayout) -> None:
+    peaks = [predict_memory(job(layout=layout, **change)).peak_bytes for change in changes]
+    assert all(a < b for a, b in pairwise(peaks)), peaks
+
+
+def test_a_busier_rank_needs_more_where_experts_are_whole() -> None:
+    jobs = [job(rho=rho, experts_backend="loop") for rho in (1.0, 1.5)]
+    assert predict_memory(jobs[0]).peak_bytes < predict_memory(jobs[1]).peak_bytes
+    sliced = [replace(part, layout=ParallelLayout(tp=2)) for part in jobs]
+    assert predict_memory(sliced[0]) == predict_memory(sliced[1])
+
+
+def test_r_plan_02_gathered_tokens_are_counted_and_lines_say_what_they_are() -> None:
+    for regather in (False, True):
+        plan = job(wire=replace(WIRE, regather=regather))
+        rows = explain_memory(plan)
+        gathered = sum(row.num_bytes for row in rows if row.kind == "gathered")
+        one = 4 * 64 * 32 * 2
+        # In both layers for attention and the experts, and the gradients that the experts' backward gathers; or the
+        # tokens and the gradients of the one that is at work.
+        assert gathered == (2 if regather else 5) * one == predict_memory(plan).gathered
+        assert all(row.what and row.formula and row.basis in (MEASURED, ASSUMED) for row in rows)
+        assert sum(row.num_bytes for row in rows) == pytest.approx(predict_memory(plan).total_bytes, abs=len(KINDS) + 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({"device": "cpu", "attention_length": 16.0}, set()),
+        ({"attention_length": 16.0}, {"attention's output"}),
+        ({"experts_backend": "triton"}, {"router's input"}),
+        ({"wire": replace(WIRE, token_dtype="float8_e4m3")}, {"router's input"}),
+        ({"model": {"capacity_factor": 1.0}}, {"router's input"}),
+        ({"zero": {"stage": 2, "reduce_bucket_size": 1024, "overlap_comm": True}}, {"weights"}),
+    ],
+    ids=str,
+)
+def test_what_no_step_was_held_against_is_called_read(changes: dict[str, Any], read: set[str]) -> None:
+    basis = {row.what: row.basis for row in explain_memory(job(**changes))}
+    assert {what for what in ("attention's output", "router's input", "weights") if basis[what] == READ} == read
+    assert set(basis.values()) == {MEASURED, ASSUMED} | ({READ} if read else set())
+
+
+def test_weights_that_stay_whole_are_deepspeeds() -> None:
+    """A threshold takes what has exactly as many numbers, and all of them have a threshold together."""
+    layout = ParallelLayout(dp=2)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 32}
+
+    def small(**more: int) -> float:
+        rows = explain_memory(job(layout=layout, num_sequences=64, zero=zero | {"reduce_bucket_size": 1024} | more))
+        return sum(row.num_bytes for row in rows if row.what == "small weights, never parted")
+
+    norms = 5 * 32
+    assert small() == 2 * norms
+    assert small(stage3_param_persistence_threshold=31) == 0
+    assert small(stage3_model_persistence_threshold=70) == 2 * 64
+
+
+def test_fewer_weights_are_fetched_ahead_where_fewer_may_live() -> None:
+    """Of the last layer's turn, with thresholds for which nothing else is kept or fetched ahead."""
+    zero = {"stage": 3, "reduce_bucket_size": 1024, "stage3_max_reuse_distance": 0}
+    zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 10**6}
+    jobs = [job(layout=ParallelLayout(dp=2), zero=zero | {"stage3_max_live_parameters": n}) for n in (10**9, 1)]
+    most, fewest = (
+        whole_weights(job.sizes, job.layout, Thresholds.of(job.zero), way=ONCE).forward["block 0"] for job in jobs
+    )
+    held = rank_parameters(jobs[0].sizes, jobs[0].layout)
+    assert most.at_work == held.total(jobs[0].sizes)
+    assert fewest.at_work == held.layer(is_dense=False)
+    assert fewest.arriving == 2 * held.layer(is_dense=False)
+
+
+@pytest.mark.slow
+def test_defaults_are_deepspeeds() -> None:
+    from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    theirs = DeepSpeedZeroConfig().model_dump(by_alias=True)
+    assert {key: theirs[key] for key in DEFAULTS} == DEFAULTS
+    assert MEMORY_OPT_ALLREDUCE_SIZE == PLAIN_BUCKET
+
+
+def test_the_margin_is_a_share_of_the_rest_and_is_said() -> None:
+    plan = predict_memory(job(), margin=0.25)
+    assert plan.margin == int(0.25 * plan.peak_bytes)
+    assert plan.total_bytes == plan.peak_bytes + plan.margin
+    last = explain_memory(job(), margin=0.25)[-1]
+    assert (last.kind, last.formula, last.basis) == ("margin", "0.25 of the rest", ASSUMED)
+
+
+def test_the_fullest_moment_moves_from_the_activations_to_the_optimizer() -> None:
+    assert predict_memory(job(num_sequences=64)).moment == "backward of layer 2, experts"
+    assert predict_memory(job(num_sequences=64, model={"vocab_size": 100_000})).moment == "loss"
+    few = job(num_sequences=1, block_size=2, zero={"stage": 2, "reduce_bucket_size": 10**6})
+    assert predict_memory(few).moment == "reduction"
+
+
+@pytest.mark.parametrize(("stage", "want"), [(0, 2 + 0), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 12) / 4)])
+def test_zero_parts_states_over_the_data_parallel_ranks(stage: int, want: float) -> None:
+    layout = ParallelLayout(dp=4, tp=2, ep=2)
+    plan = predict_memory(job(layout=layout, zero={"stage": stage, "reduce_bucket_size": 1024}))
+    numbers = rank_parameters(sizes_of(TINY), layout).total(sizes_of(TINY))
+    moments = 8 * numbers if stage == 0 else 0
+    assert plan.weights + plan.optimizer == pytest.approx(want * numbers + moments, rel=1e-3)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(tp=4, ep=2)], ids=str)
+def test_a_rank_holds_what_the_real_modules_hold(layout: ParallelLayout, qk_norm: str, tie: bool) -> None:
+    config = mixed_config(qk_norm=qk_norm, tie_word_embeddings=tie)
+    model, held = meta_model(config, layout), rank_parameters(config.sizes, layout)
+    numels = {name: p.numel() for name, p in model.named_parameters()}
+    assert held.total(config.sizes) == sum(numels.values())
+    assert held.largest == max(numels.values())
+    assert held.vectors(config.sizes) == sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    for number, is_dense in ((0, True), (1, False)):
+        layer = sum(num for name, num in numels.items() if name.startswith(f"model.layers.{number}."))
+        assert held.layer(is_dense=is_dense) == layer
+    mesh: Any = SimpleNamespace(layout=layout)
+    whole = full_shapes(model, config=config, table=shard_table(config, mesh))
+    named = outer_shapes(config.sizes)
+    for number in range(3):
+        shapes = layer_shapes(config.sizes, is_dense=number == 0)
+        named |= {f"model.layers.{number}.{name}": shape for name, shape in shapes.items()}
+    assert {name: math.prod(shape) for name, shape in named.items()} == {n: math.prod(s) for n, s in whole.items()}
+
+
+def test_the_plan_needs_no_torch() -> None:
+    code = "import sys, recipe.plan.memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

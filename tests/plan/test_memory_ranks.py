@@ -1,0 +1,144 @@
+"""Predicted peaks of memory beside those of real steps under the engine, by the storages that live."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from modeling.build import build_model
+from modeling.config import GatherMoeConfig
+from modeling.layout import ParallelLayout
+from recipe.dry_run.live_memory import LiveMemory
+from recipe.plan.job import Job
+from recipe.plan.memory import predict_memory
+from recipe.settings.execution import WireOptions
+from tests import engine_runs
+from tests.engine_runs import Training
+from tests.parity import Case, tiny_config
+from tests.ranks import run_ranks
+
+MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_experts": 8,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+}
+NUM_SEQUENCES, BLOCK_SIZE, BUCKET = 4, 512, 100_000
+WIRE = ("overlap", "overlap_chunks", "regather", "token_dtype", "combine_dtype")
+
+
+class Peak(NamedTuple):
+    """Of the first rank's second step: bytes at the fullest moment, by kind, and the rank's load over the mean."""
+
+    num_bytes: int
+    by_kind: Counter[str]
+    rho: float
+
+
+class Measured(NamedTuple):
+    model: dict[str, Any]
+    case: Case
+    zero: dict[str, Any] = {}  # noqa: RUF012
+    num_sequences: int = NUM_SEQUENCES
+    block_size: int = BLOCK_SIZE
+    document_length: int | None = None
+
+
+def config_of(measured: Measured) -> GatherMoeConfig:
+    return tiny_config(**(MODEL | measured.model))
+
+
+def job_of(measured: Measured, *, rho: float = 1.0, device: str = "cpu") -> Job:
+    """The same step as the planner has it; `rho` is the first rank's load over the mean."""
+    config, case = config_of(measured), measured.case
+    return Job(
+        model=MODEL | {"num_hidden_layers": 2, "num_experts_per_tok": 2, "qk_norm": "none"} | measured.model,
+        layout=ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep),
+        num_sequences=measured.num_sequences,
+        block_size=measured.block_size,
+        accumulation=case.accumulation,
+        strategy=config.strategy,
+        wire=WireOptions(**{name: getattr(config, name) for name in WIRE}),
+        experts_backend="loop" if config.experts_backend == "auto" else config.experts_backend,
+        zero={"stage": case.stage, "reduce_bucket_size": BUCKET, **measured.zero},
+        precision="bf16" if case.bf16 else "fp32",
+        recompute=case.checkpointing,
+        device=device,
+        attention_length=measured.document_length,
+        rho=rho,
+    )
+
+
+def measure(rank: int, world_size: int, measured: Measured) -> Peak:
+    """The second step of a run, the first in which the optimizer has its states."""
+    from recipe.engine.engine import Engine, build_optimizer
+    from recipe.settings.training import OptimizerOptions
+
+    torch.manual_seed(0)
+    case, config, memory = measured.case, config_of(measured), LiveMemory()
+    num_sequences = measured.num_sequences * case.dp * case.accumulation
+    adam = OptimizerOptions(learning_rate=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1, max_grad_norm=1.0)
+    with memory:
+        model = build_model(config, mesh=engine_runs.make_mesh(config, case), seed=0)
+        if case.checkpointing:
+            model.gradient_checkpointing_enable()
+        zero = {"reduce_bucket_size": BUCKET, **measured.zero}
+        settings = engine_runs.ds_config(case, Training(max_grad_norm=1.0, zero=zero), num_sequences=num_sequences)
+        engine = Engine(model, ds_config=settings, optimizer=build_optimizer(model, adam))
+        memory.name_gradients(model.parameters())
+        sizes = {"num_sequences": num_sequences, "vocab_size": config.vocab_size}
+        for block_size in (16, measured.block_size):  # the first step only makes the optimizer's states
+            batch = engine_runs.random_batch(block_size=block_size, **sizes)
+            memory.restart()
+            engine_runs.accumulate(engine, batch, case)
+            engine.update(learning_rate=1e-3)
+        _name_states(memory, engine)
+    loads = torch.tensor(engine.loads())
+    shares = loads.unflatten(1, (case.ep, -1)).sum(-1)
+    rho = float((shares[:, engine.mesh.ep_rank] / shares.mean(1)).max())
+    return Peak(memory.peak_bytes, memory.bytes_at_peak(), rho)
+
+
+def _name_states(memory: LiveMemory, engine: Any) -> None:
+    """What DeepSpeed has made of the weights and given the optimizer."""
+    memory.name(engine.ds.basic_optimizer.state, kind="optimizer")
+    for parameter in engine.model.parameters():
+        memory.name([getattr(parameter, "ds_tensor", parameter)], kind="weights")
+
+
+DENSE_FIRST = {"num_hidden_layers": 3, "mlp_only_layers": [0], "intermediate_size": 512}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "measured",
+    [
+        Measured({}, Case()),
+        Measured({"qk_norm": "head", "regather": True}, Case(tp=2, ep=2, stage=1)),
+        Measured({"qk_norm": "full"}, Case(tp=2, stage=2, bf16=True)),
+        Measured(DENSE_FIRST, Case(dp=2, stage=2, accumulation=2), block_size=128),
+        Measured(DENSE_FIRST | {"mlp_only_layers": [0, 2]}, Case(tp=2, stage=2, bf16=True, checkpointing=True)),
+        Measured({"strategy": "gather_weights"}, Case(tp=2, stage=2)),
+        Measured({"strategy": "all_to_all"}, Case(tp=2, ep=2, stage=2, bf16=True)),
+        Measured({"num_key_value_heads": 1, "regather": True}, Case(dp=2, tp=2, ep=2, stage=2, checkpointing=True)),
+        Measured({"overlap": True}, Case(dp=2, tp=2, stage=3, bf16=True)),
+        Measured({"vocab_size": 8192}, Case(dp=2, stage=1, bf16=True, accumulation=2), block_size=256),
+        # Few tokens and many weights: the last bucket's reduction is the fullest moment, or the first bucket's.
+        *(
+            Measured({"num_hidden_layers": 3}, Case(dp=2, stage=stage, bf16=bf16), {"reduce_bucket_size": size}, 2, 16)
+            for stage, bf16, size in ((0, False, BUCKET), (1, False, 10**7), (2, True, 10**7), (3, True, 600_000))
+        ),
+    ],
+    ids=str,
+)
+def test_the_peak_of_a_real_step_is_predicted(measured: Measured) -> None:
+    peak = run_ranks(measure, measured.case.dp * measured.case.tp, measured)[0]
+    plan = predict_memory(job_of(measured, rho=peak.rho))
+    assert plan.peak_bytes == pytest.approx(peak.num_bytes, rel=0.08), (plan, peak)
+    assert plan.weights == pytest.approx(peak.by_kind["weights"], rel=0.01)
+    assert plan.optimizer == pytest.approx(peak.by_kind["optimizer"], rel=0.01)
