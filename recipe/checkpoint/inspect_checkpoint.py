@@ -10,7 +10,6 @@ from recipe.checkpoint.details import sizes_in
 from recipe.checkpoint.find import checkpoints_below
 from recipe.checkpoint.folders import StepFolder, step_in_name
 from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, read_manifest
-from recipe.checkpoint.progress import byte_bar
 from recipe.shared.errors import (
     CheckpointBrokenError,
     CheckpointError,
@@ -18,9 +17,9 @@ from recipe.shared.errors import (
     NoCompleteCheckpointError,
 )
 from recipe.shared.flops import count_parameters
+from recipe.shared.units import byte_bar, size
 
 HF_CONFIG = "hf/config.json"
-UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 MANY_FAULTS = 10  # more are counted only
 
 
@@ -160,7 +159,7 @@ def _table_line(checkpoint: Summary) -> str:
     return (
         f"{checkpoint.step:>9}  {_layout(details):<22}  {details.get('zero_stage', '-'):>4}  "
         f"{details.get('format', 'native'):<6}  {_count(details.get('tokens')):>17}  "
-        f"{_size(checkpoint.num_bytes):>11}  {state}"
+        f"{size(checkpoint.num_bytes):>11}  {state}"
     )
 
 
@@ -182,7 +181,7 @@ def _describe_one(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "model", f"{total:,} parameters, {active:,} active per token"
     if found.hf is not None:
         yield "hf/", f"{found.hf['model_type']} in {found.hf['dtype']}"
-    yield "sizes", ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in found.parts_bytes.items())
+    yield "sizes", ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in found.parts_bytes.items())
     compared = "sizes and SHA-256 checksums" if found.checksums else "sizes (contents not compared)"
     if not found.faults:
         yield "health", f"complete: {compared} of {found.num_files} files are as the manifest says"
@@ -261,11 +260,3 @@ def _layout(details: Mapping[str, Any]) -> str:
 
 def _count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "?"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in UNITS:
-        if num_bytes < 1024 or unit == UNITS[-1]:
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:,.0f} {unit}" if unit == UNITS[0] else f"{num_bytes:,.1f} {unit}"

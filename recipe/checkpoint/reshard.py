@@ -22,7 +22,6 @@ from recipe.checkpoint.manifest import (
     write_manifest,
 )
 from recipe.checkpoint.open_state import open_training_state
-from recipe.checkpoint.progress import byte_bar
 from recipe.checkpoint.space import check_free_space
 from recipe.checkpoint.tensor_file import MAX_FILE_BYTES
 from recipe.checkpoint.training_state import NATIVE_FOLDER, WHOLE_FOLDER, TrainingState
@@ -30,6 +29,7 @@ from recipe.checkpoint.whole import PIECE_BYTES, WholeTensors, digests_of, entri
 from recipe.shared.errors import CheckpointBrokenError, CheckpointWriteError
 from recipe.shared.flops import count_parameters
 from recipe.shared.ranks import OneRank
+from recipe.shared.units import byte_bar
 
 WAYS_OUT = "free some space or name a folder on another disk"
 # At the top of a checkpoint, what becomes whole tensors, and DeepSpeed's scripts that read nothing else.

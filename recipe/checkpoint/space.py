@@ -6,6 +6,7 @@ from pathlib import Path
 from recipe.shared.errors import NotEnoughSpaceError
 from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_first
+from recipe.shared.units import exact_size
 
 WAYS_OUT = "free some space, keep fewer checkpoints or choose another output folder"
 
@@ -29,7 +30,7 @@ def check_free_space(
     if free < needed_bytes:
         included = f", the {freed_bytes:,} of the run that is overwritten included" if freed_bytes else ""
         raise NotEnoughSpaceError(
-            f"checkpoints in {path} need about {needed_bytes:,} bytes ({needed_bytes / 2**30:.2f} GiB{detail}), but "
-            f"only {free:,} bytes ({free / 2**30:.2f} GiB) are free{included}; {ways_out}"
+            f"checkpoints in {path} need about {exact_size(needed_bytes, detail=detail)}, but "
+            f"only {exact_size(free)} are free{included}; {ways_out}"
         )
     return free

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from recipe.checkpoint.progress import byte_bar
 from recipe.checkpoint.training_state import TrainingState
 from recipe.checkpoint.whole import entries_of, read_pieces
+from recipe.shared.units import byte_bar
 
 PIECE_BYTES = 16 * 2**20
 

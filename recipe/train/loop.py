@@ -25,7 +25,7 @@ from recipe.hf.export import FOLDER, ExportOptions, export_hugging_face
 from recipe.hf.model_card import TrainingFacts
 from recipe.launch.processes import find_deepspeed_command
 from recipe.launch.stop import StopSignal
-from recipe.settings.schedule import learning_rate_at
+from recipe.settings.training import learning_rate_at
 from recipe.shared.errors import CheckpointWriteError
 from recipe.shared.flops import find_peak
 from recipe.shared.together import on_every, on_first

@@ -30,8 +30,9 @@ from recipe.launch.start import World, compute_capability
 from recipe.settings.flags import Arguments
 from recipe.settings.model import ModelSettings, read_model, run_options, sizes_of
 from recipe.settings.model_source import HubModel, is_on_hub
-from recipe.settings.resolve import ResolvedConfig, WorldInfo, load_ds_config, resolve_config
-from recipe.settings.schedule import settle_schedule
+from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
+from recipe.settings.sources import load_deepspeed_json
+from recipe.settings.training import settle_schedule
 from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_every, on_first
 from recipe.train.records import tensorboard_faults
@@ -54,7 +55,7 @@ def settle_request(arguments: Arguments, *, world: World, model: ModelSettings, 
     """Settle flags, DeepSpeed JSON and model for the ranks there are; ValueError lists `faults` with its own."""
     settings = resolve_config(
         arguments,
-        ds_config=load_ds_config(arguments.ds_config),
+        ds_config=load_deepspeed_json(arguments.ds_config),
         ranks=WorldInfo(
             world_size=world.world_size,
             local_world_size=world.local_world_size,
