@@ -1,94 +1,24 @@
 """The entry script as users start it: the deepspeed launcher, plain python, mistakes, and what is left afterwards."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.clean_process import run_clean
-from tests.ranks import with_libraries
+from tests.launching import launch, run_main, shared_memory, words_of
 from tests.training import Flags, read_metrics, write_ds_config, write_inputs
 
-ROOT = Path(__file__).parents[2]
-LAUNCHER = str(Path(sys.executable).parent / "deepspeed")
 METRIC_KEYS = {
     *("step", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "model_flops_per_s", "mfu"),
     *("rho", "rank_rho", "dead_experts", "router_entropy", "skipped_steps", "peak_memory_bytes"),
 }
 
 
-def words_of(flags: Flags) -> list[str]:
-    return [f"--{name}={value}" for name, value in flags.items()]
-
-
-def environment(**changes: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
-    return {**kept, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu", **changes}
-
-
-def launch(words: list[str], *, num_ranks: int | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
-    """Run the script under the launcher, or by plain python; stdout and stderr together."""
-    start = [sys.executable] if num_ranks is None else [LAUNCHER, "--num_accelerators", str(num_ranks)]
-    return run_command([*start, "run_pretrain.py", *words], **changes)
-
-
-def run_command(command: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(**changes),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-    )
-
-
-def run_main(words: list[str], folder: Path, *, num_ranks: int = 1, **changes: str) -> SimpleNamespace:
-    """`python run_pretrain.py WORDS`, or as many ranks of one launcher, in processes that have the libraries loaded.
-
-    stdout and stderr of all ranks together, and the exit code that all of them ended with.
-    """
-    out, context, processes = folder / "said.txt", with_libraries(), []
-    out.write_text("")
-    for rank in range(num_ranks):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)} if num_ranks > 1 else {}
-        process = context.Process(target=_main, args=(words, environment(**variables, **changes), out))
-        process.start()
-        processes.append(process)
-    for process in processes:
-        process.join(150)
-        process.kill()
-        process.join()
-    (code,) = {process.exitcode for process in processes}
-    return SimpleNamespace(returncode=code, stdout=out.read_text())
-
-
-def _main(words: list[str], variables: dict[str, str], out: Path) -> None:
-    import run_pretrain
-
-    os.environ.clear()
-    os.environ.update(variables)
-    with out.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.exit(run_pretrain.main(words))
-
-
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("deepspeed")}
-
-
 def test_help_prints_every_group_and_no_traceback() -> None:
-    done = subprocess.run(
-        [sys.executable, "run_pretrain.py", "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
+    done = launch(["--help"])
     assert done.returncode == 0
     for text in ("Model", "Data", "--per_device_train_batch_size", "--resume_from_checkpoint", "--ds_config"):
         assert text in done.stdout
@@ -133,7 +63,7 @@ def test_two_ranks_under_the_launcher_train_log_and_save(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_the_launcher_without_a_number_of_ranks_starts_one(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": "auto"}) | {"max_steps": 2}
-    done = run_command([LAUNCHER, "run_pretrain.py", *words_of(flags)])
+    done = launch(words_of(flags), num_ranks="all")
     assert done.returncode == 0, done.stdout
     assert "layout: dp=1 tp=1 ep=1 etp=1" in done.stdout
 
