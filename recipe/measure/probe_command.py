@@ -52,7 +52,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     from recipe.launch.start import read_world, start_ranks, stop_ranks
     from recipe.measure.probe import ProbeOptions, machine_facts, measure_machine
     from recipe.plan.hardware_file import hardware_as_json
-    from recipe.train.records import write_json
+    from recipe.train.log import write_json
 
     world = read_world(os.environ)
     say = partial(print, file=sys.stderr, flush=True)

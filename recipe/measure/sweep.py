@@ -10,7 +10,7 @@ from recipe.measure.sweep_start import Outcome, Setting, run_plan
 from recipe.plan.search import Found
 from recipe.plan.write import run_config, write_config
 from recipe.shared.units import duration, size
-from recipe.train.records import write_json
+from recipe.train.log import write_json
 
 RESULTS = "sweep.json"
 

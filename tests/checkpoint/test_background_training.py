@@ -125,7 +125,7 @@ def train_with_a_full_disk(
     """
     from recipe.engine.engine import Engine
     from recipe.shared.errors import CheckpointWriteError
-    from recipe.train.records import ProgressBar
+    from recipe.train.log import ProgressBar
 
     write, update, num_writes, num_steps = torch.save, Engine.update, 0, 0
     writers: set[str] = set()

@@ -9,7 +9,7 @@ import torch
 
 from modeling.outputs import TokenSums
 from recipe.train.metrics import StepMeter, combine_ranks, merge_meters
-from recipe.train.run import merge_rank_states
+from recipe.train.resume import merge_rank_states
 from tests.ranks import run_ranks
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.checkpoint.values import scan_values
+from recipe.checkpoint.inspect_checkpoint import scan_values
 from recipe.cli import main
 from tests.parity import tiny_config
 from tests.states import MemoryState, details_of, save_whole, seal, state_of

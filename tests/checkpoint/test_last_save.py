@@ -12,13 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from recipe.checkpoint.count_experts import ExpertCounter
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
-from recipe.checkpoint.expert_counts import ExpertCounts
+from recipe.checkpoint.expert_counts import ExpertCounter, ExpertCounts
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.manifest import read_manifest
 from recipe.shared.ranks import OneRank
-from recipe.train.results import TrainResults
+from recipe.train.loop import TrainResults
 from run_pretrain import report
 from tests.ranks import run_ranks
 from tests.training import Flags, train_on_ranks, write_inputs

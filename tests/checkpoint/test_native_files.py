@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from modeling.shard_table import Ranges
-from recipe.checkpoint.native_files import NativeFiles
-from recipe.checkpoint.open_state import open_training_state
+from recipe.checkpoint.native_files import NativeFiles, open_training_state
 from recipe.checkpoint.rank_files import rank_path, read_rank_file
 from recipe.checkpoint.training_state import KINDS, Overlap, boxes_between, copy_run, cut, everything, overlaps
 from recipe.shared.errors import CheckpointBrokenError
@@ -204,9 +203,9 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     norm = {"name": "model.norm.weight", "kind": "weight", "ranges": (((0, 32),),)}
     bias = norm | {"name": "model.layers.1.mlp.gate.e_score_correction_bias", "ranges": (((0, 8),),)}
 
-    places = read_rank_file(tmp_path, 0).partition.places
-    norm_place = places["model.norm.weight"]
-    short = {**places, "model.norm.weight": norm_place._replace(width=31 - norm_place.first)}
+    positions = read_rank_file(tmp_path, 0).partition.positions
+    of_norm = positions["model.norm.weight"]
+    short = {**positions, "model.norm.weight": of_norm._replace(width=31 - of_norm.first)}
     contents = {path: path.read_bytes() for path in (model, optimizer, rank)}
     for broken, request, match in [
         (lambda: change(rank, places=short), norm, "of model.norm.weight, 31 of 32 elements are in the files"),

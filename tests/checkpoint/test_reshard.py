@@ -117,7 +117,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_first(saved: Path, tmp_pat
         reshard(tmp_path / "nowhere", out=tmp_path / "out", say=ignore)
     full = SimpleNamespace(free=1000)
     with (
-        patch("recipe.checkpoint.space.shutil.disk_usage", return_value=full),
+        patch("recipe.checkpoint.folders.shutil.disk_usage", return_value=full),
         pytest.raises(NotEnoughSpaceError, match=r"only 1,000 bytes .* free; free some space or name a folder on"),
     ):
         reshard(saved, out=tmp_path / "out", say=ignore)

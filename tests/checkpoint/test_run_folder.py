@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from recipe.checkpoint.folders import check_free_space
 from recipe.checkpoint.run_folder import RunFolder, claim_run_folder
-from recipe.checkpoint.space import check_free_space
 from recipe.shared.errors import CheckpointError, FolderInUseError, NotEnoughSpaceError, RanksFailedError
 from recipe.shared.ranks import OneRank
 from tests.checkpoint.test_commit import save
@@ -140,7 +140,7 @@ def test_every_rank_is_refused_alike_and_only_rank_0_locks(used: Path) -> None:
 def test_r_ckpt_10_a_disk_that_is_too_small_is_refused_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipe.checkpoint.space.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr("recipe.checkpoint.folders.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     path = tmp_path / "not" / "yet" / "made"
     assert check_free_space(path, needed_bytes=1 << 20, ranks=OneRank()) == 1 << 20
     errors = on_threads(2, lambda ranks: check_free_space(path, needed_bytes=3 << 29, ranks=ranks))

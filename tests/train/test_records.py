@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.presets import PRESETS
+from recipe.train.log import MetricsWriter, ProgressBar, describe_evaluation, describe_step, write_json
 from recipe.train.metrics import EvalRecord, StepRecord
 from recipe.train.prepare import request_faults
-from recipe.train.records import MetricsWriter, ProgressBar, describe_evaluation, describe_step, write_json
 
 REQUIRED_KEYS = {
     "step",

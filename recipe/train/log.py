@@ -1,4 +1,4 @@
-"""Where a run's numbers go: a progress bar, metrics.jsonl, TensorBoard, and JSON files that are whole or not there."""
+"""Where a run's records go: the progress bar, metrics.jsonl, TensorBoard, and JSON files that are written whole."""
 
 import importlib.util
 import json
@@ -64,7 +64,7 @@ class MetricsWriter:
 
 
 class ProgressBar:
-    """A bar over optimizer steps with loss, tokens per second, memory and time left; silent where `show` is false."""
+    """Shows a bar over optimizer steps with loss, tokens per second, memory and time left; nothing without `show`."""
 
     def __init__(self, max_steps: int, *, first_step: int, show: bool, say: Callable[[str], None] = print) -> None:
         self._say = say
@@ -74,11 +74,11 @@ class ProgressBar:
         self._bar.update(1)
 
     def show(self, record: StepRecord) -> None:
-        """Put the record's numbers behind the bar."""
+        """Show the record's numbers after the bar."""
         self._bar.set_postfix_str(describe_step(record))
 
     def say(self, text: str) -> None:
-        """Say a line above the bar; nothing where the bar is not shown."""
+        """Print a line above the bar; nothing where the bar is not shown."""
         if not self._bar.disable:
             with tqdm.external_write_mode():
                 self._say(text)
@@ -88,7 +88,7 @@ class ProgressBar:
 
 
 def describe_step(record: StepRecord) -> str:
-    """The part of a record that fits behind a progress bar; of the MoE layers the worst one's values."""
+    """Return the part of a record that fits after a progress bar; of the MoE layers the worst one's values."""
     loss = "none" if record.loss is None else f"{record.loss:.4f}"
     text = f"loss {loss}, {record.tokens_per_s:,.0f} tokens/s, {record.peak_memory_bytes / GIB:.2f} GiB"
     if record.rho is None or record.dead_experts is None or record.router_entropy is None:
@@ -124,7 +124,7 @@ def _drop_lines_after(path: Path, *, step: int, say: Callable[[str], None]) -> N
 
 
 def tensorboard_faults() -> list[str]:
-    """What keeps `--report_to tensorboard` from working here, to be said before a run touches anything."""
+    """Return what keeps `--report_to tensorboard` from working here, to be said before a run touches anything."""
     if importlib.util.find_spec("tensorboard") is not None:
         return []
     return ["--report_to tensorboard needs the tensorboard package: pip install 'gather-moe[tensorboard]'"]
