@@ -16,10 +16,9 @@ from recipe.launch.start import (
     start_ranks,
     stop_ranks,
 )
-from recipe.launch.stop import STOPPED
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
-from recipe.shared.errors import CheckpointError
+from recipe.shared.errors import STOPPED, CheckpointError
 
 if TYPE_CHECKING:
     from recipe.train.loop import TrainingLoop, TrainResults
@@ -96,9 +95,9 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     from modeling.mesh import build_mesh
     from recipe.checkpoint.find import find_checkpoint
     from recipe.checkpoint.run_folder import claim_run_folder
+    from recipe.shared.json_files import write_json
     from recipe.shared.ranks import TorchRanks
     from recipe.train.disk_room import check_disk_room
-    from recipe.train.log import write_json
     from recipe.train.loop import open_training
     from recipe.train.prepare import prepare_engine, prepare_run
     from recipe.train.run import describe_run
@@ -125,7 +124,7 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
 def report(results: "TrainResults", loop: "TrainingLoop") -> None:
     """The last lines: how good the model is, against what, and the one line that opens it."""
     from recipe.hf.export import opening_code
-    from recipe.train.log import write_json
+    from recipe.shared.json_files import write_json
     from recipe.train.loop import results_dict
 
     run = loop.run

@@ -23,8 +23,8 @@ from recipe.checkpoint.commit import Save
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import Checkpoint, find_checkpoint, verify_checkpoint
 from recipe.checkpoint.folders import list_checkpoints, tidy
-from recipe.shared.agreement import on_first
 from recipe.shared.ranks import OneRank, Ranks
+from recipe.shared.together import on_first
 from tests import saves
 from tests.thread_ranks import AsksByGathering
 

@@ -22,9 +22,9 @@ from recipe.checkpoint.native_files import open_training_state
 from recipe.checkpoint.rank_files import read_rank_file, reseed
 from recipe.checkpoint.training_state import NATIVE_FOLDER, WEIGHT, TrainingState, boxes_between, cut, size_of
 from recipe.engine.engine import Engine
-from recipe.shared.agreement import on_every, on_first
 from recipe.shared.errors import CheckpointBrokenError
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every, on_first
 
 # Details of a checkpoint that decide who holds what; any of them may differ when training goes on.
 LAYOUT = ("dp", "tp", "ep", "zero_stage", "precision")
@@ -160,7 +160,7 @@ def _difference(engine: Engine, checkpoint: Checkpoint, *, details: Mapping[str,
     def holds_the_same() -> bool:
         return read_rank_file(folder, ranks.rank).partition == describe_partition(engine)
 
-    if all(on_every(holds_the_same, ranks=ranks)):
+    if all(ranks.gather(on_every(holds_the_same, ranks=ranks))):
         return None
     optimizer = on_first(lambda: read_rank_file(folder, 0).partition.optimizer, ranks=ranks)
     now = type(engine.ds.optimizer).__name__

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, flush_folder, read_manifest
-from recipe.shared.agreement import on_first
 from recipe.shared.errors import CheckpointBrokenError, NotEnoughSpaceError
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_first
+from recipe.shared.units import exact_size
 
 CHECKPOINTS_NAME = "checkpoints"  # the folder of checkpoints in a run folder
 LATEST = "latest"
@@ -148,7 +149,7 @@ def check_free_space(
     if free < needed_bytes:
         included = f", the {freed_bytes:,} of the run that is overwritten included" if freed_bytes else ""
         raise NotEnoughSpaceError(
-            f"checkpoints in {path} need about {needed_bytes:,} bytes ({needed_bytes / 2**30:.2f} GiB{detail}), but "
-            f"only {free:,} bytes ({free / 2**30:.2f} GiB) are free{included}; {ways_out}"
+            f"checkpoints in {path} need about {exact_size(needed_bytes, detail=detail)}, but "
+            f"only {exact_size(free)} are free{included}; {ways_out}"
         )
     return free

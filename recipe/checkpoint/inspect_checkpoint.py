@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tqdm import tqdm
-
 from modeling.layout import ModelSizes
 from recipe.checkpoint.find import checkpoints_below
 from recipe.checkpoint.folders import StepFolder, step_in_name
@@ -22,6 +20,7 @@ from recipe.shared.errors import (
     NoCompleteCheckpointError,
 )
 from recipe.shared.flops import count_parameters
+from recipe.shared.units import byte_bar, size
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from recipe.checkpoint.training_state import TrainingState
 
 HF_CONFIG = "hf/config.json"
-UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 MANY_FAULTS = 10  # more are counted only
 MODEL_PREFIX = "model."  # of the model's settings in the details
 PIECE_BYTES = 16 * 2**20
@@ -171,7 +169,7 @@ def _table_line(checkpoint: Summary) -> str:
     return (
         f"{checkpoint.step:>9}  {_layout(details):<22}  {details.get('zero_stage', '-'):>4}  "
         f"{details.get('format', 'native'):<6}  {_count(details.get('tokens')):>17}  "
-        f"{_size(checkpoint.num_bytes):>11}  {state}"
+        f"{size(checkpoint.num_bytes):>11}  {state}"
     )
 
 
@@ -193,7 +191,7 @@ def _describe_one(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "model", f"{total:,} parameters, {active:,} active per token"
     if found.hf is not None:
         yield "hf/", f"{found.hf['model_type']} in {found.hf['dtype']}"
-    yield "sizes", ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in found.parts_bytes.items())
+    yield "sizes", ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in found.parts_bytes.items())
     compared = "sizes and SHA-256 checksums" if found.checksums else "sizes (contents not compared)"
     if not found.faults:
         yield "health", f"complete: {compared} of {found.num_files} files are as the manifest says"
@@ -320,25 +318,9 @@ def sizes_in(details: Mapping[str, Any]) -> ModelSizes | None:
     return sizes_of(model) if model.keys() >= set(NEEDED) else None
 
 
-def byte_bar(what: str, *, num_bytes: int, show: bool = True) -> "tqdm[Any]":
-    """Return a bar to be used in a `with` and moved on by update(bytes). It is shown on a terminal only."""
-    disable = None if show else True
-    return tqdm(
-        total=num_bytes, desc=what, unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, disable=disable
-    )
-
-
 def _layout(details: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={details.get(name, '?')}" for name in ("dp", "tp", "ep"))
 
 
 def _count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "?"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in UNITS:
-        if num_bytes < 1024 or unit == UNITS[-1]:
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:,.0f} {unit}" if unit == UNITS[0] else f"{num_bytes:,.1f} {unit}"

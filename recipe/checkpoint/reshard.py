@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from recipe.checkpoint.find import Checkpoint, find_checkpoint
 from recipe.checkpoint.folders import check_free_space, step_in_name
-from recipe.checkpoint.inspect_checkpoint import byte_bar, sizes_in
+from recipe.checkpoint.inspect_checkpoint import sizes_in
 from recipe.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -35,6 +35,7 @@ from recipe.checkpoint.whole import WholeTensors, write_whole
 from recipe.shared.errors import CheckpointBrokenError, CheckpointWriteError
 from recipe.shared.flops import count_parameters
 from recipe.shared.ranks import OneRank
+from recipe.shared.units import byte_bar
 
 WAYS_OUT = "free some space or name a folder on another disk"
 # At the top of a checkpoint, what becomes whole tensors, and DeepSpeed's scripts that read nothing else.

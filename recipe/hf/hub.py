@@ -22,7 +22,7 @@ from recipe.settings.model_source import (
 from recipe.shared.build_once import once_per_file_system
 from recipe.shared.errors import UploadError
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_every_rank, on_first_rank, run_in_steps
+from recipe.shared.together import on_every, on_first, run_in_steps
 
 # Configurations, weights and tokenizers; never pickles, whatever else a repository has.
 ALLOWED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -40,12 +40,12 @@ def fetch_model(model: HubModel, *, ranks: Ranks, say: Callable[[str], None], ho
     each other host. All take the commit that rank 0 finds. `host` is this machine's name. ValueError on all ranks
     alike, with what to do about it, where the hub does not give the model.
     """
-    commit = on_first_rank(lambda: fetch_config(model).parent.name, ranks=ranks)
+    commit = on_first(lambda: fetch_config(model).parent.name, ranks=ranks)
     pinned = HubModel(model.name, commit)
     say(f"model: {model} is commit {commit} on the hub; what the cache lacks of it is downloaded")
     run_in_steps(_download(pinned) if ranks.rank == 0 else None, ranks=ranks)
     # A cache may hold a part of a repository, and only who has asked the hub knows which files there are.
-    files = on_first_rank(lambda: _files_of(pinned), ranks=ranks)
+    files = on_first(lambda: _files_of(pinned), ranks=ranks)
     once_per_file_system(
         lambda: _download(pinned, files),
         is_present=lambda: not _lacking(pinned, files),
@@ -53,7 +53,7 @@ def fetch_model(model: HubModel, *, ranks: Ranks, say: Callable[[str], None], ho
         ranks=ranks,
         host=host,
     )
-    return on_every_rank(lambda: fetch_config(pinned).parent, ranks=ranks)
+    return on_every(lambda: fetch_config(pinned).parent, ranks=ranks)
 
 
 def _download(model: HubModel, files: Sequence[str] = ()) -> Generator[None, None, None]:
@@ -104,7 +104,7 @@ def claim_repository(arguments: Arguments, *, ranks: Ranks, api: Any = None) -> 
     """
     if not arguments.push_to_hub:
         return None
-    return on_first_rank(lambda: _claim(arguments, api=_api(api)), ranks=ranks)
+    return on_first(lambda: _claim(arguments, api=_api(api)), ranks=ranks)
 
 
 def push_to_hub(
@@ -118,20 +118,16 @@ def push_to_hub(
     """
     folder = folder.resolve()
     urls: list[str] = []
-    failure: list[str] = []
 
     def upload() -> Generator[None, None, None]:
         message = f"Step {step}"
         try:
             yield from in_steps(lambda: urls.append(_upload(repository, folder, message, api=_api(api))))
         except Exception as error:  # the hub's library raises many kinds, and the weights are as safe after any of them
-            failure.append(f"{type(error).__name__}: {error}")
+            raise UploadError(folder, repository, f"{type(error).__name__}: {error}") from error
 
     say(f"hub: uploading {folder} to {repository}")
     run_in_steps(upload() if ranks.rank == 0 else None, ranks=ranks)
-    reason = ranks.gather(failure[0] if failure else None)[0]
-    if reason is not None:
-        raise UploadError(folder, repository=repository, reason=reason)
     say(f"hub: {urls[0] if urls else repository}")
 
 

@@ -24,8 +24,8 @@ from modeling.shard_table import Shard, ShardTable
 from modeling.sharding import paste
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.tensor_file import INDEX_SUFFIX, MAX_FILE_BYTES, bytes_of, file_names, write_index
-from recipe.shared.agreement import on_every
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every
 
 STEM = "model"
 INDEX_NAME = STEM + INDEX_SUFFIX

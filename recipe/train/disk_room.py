@@ -9,8 +9,8 @@ from modeling.init import full_shapes, shard_table, stored_tensors
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.folders import check_free_space, list_checkpoints
 from recipe.engine.engine import Engine
-from recipe.shared.agreement import on_first
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_first
 from recipe.train.run import Run, pick_dtype
 
 MASTER_BYTES = 3 * 4  # of a trained number under ZeRO: float32 copy and two moments

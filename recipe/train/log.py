@@ -1,9 +1,7 @@
-"""Where a run's records go: the progress bar, metrics.jsonl, TensorBoard, and JSON files that are written whole."""
+"""Where a run's records go: the progress bar, metrics.jsonl and TensorBoard."""
 
 import importlib.util
 import json
-import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -11,17 +9,9 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from recipe.shared.json_files import json_text, replace_text
+from recipe.shared.units import GIB
 from recipe.train.metrics import EvalRecord, StepRecord
-
-GIB = 2**30
-
-
-def write_json(path: Path, value: object) -> None:
-    """Replace `path` in one step: a reader, or a crash, sees the old file or the new one.
-
-    A number that is not finite is written as null, since JSON has no word for it.
-    """
-    _replace(path, _dump(value, indent=2) + "\n")
 
 
 class MetricsWriter:
@@ -43,7 +33,7 @@ class MetricsWriter:
     def write(self, record: StepRecord | EvalRecord) -> None:
         """Write the record; it is in the file, for other programs to read, when this returns."""
         values = record.as_dict()
-        self._file.write(_dump(values, indent=None) + "\n")
+        self._file.write(json_text(values) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in _scalars(values):
@@ -119,7 +109,7 @@ def _drop_lines_after(path: Path, *, step: int, say: Callable[[str], None]) -> N
         if line_step <= step:
             kept.append(line)
     if len(kept) < len(lines):
-        _replace(path, "".join(kept))
+        replace_text(path, "".join(kept))
         say(f"{path}: dropped {len(lines) - len(kept)} lines logged after step {step}, which are run again")
 
 
@@ -145,29 +135,3 @@ def _scalars(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/moe_layer_{index}", item) for index, item in enumerate(value))
         else:
             yield name, value
-
-
-def _dump(value: object, *, indent: int | None) -> str:
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _replace(path: Path, text: str) -> None:
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with staging.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.replace(path)
-    finally:
-        staging.unlink(missing_ok=True)

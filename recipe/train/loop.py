@@ -24,11 +24,10 @@ from recipe.hf.export import FOLDER, ExportOptions, export_hugging_face
 from recipe.hf.model_card import TrainingFacts
 from recipe.launch.processes import find_deepspeed_command
 from recipe.launch.stop import StopSignal
-from recipe.settings.schedule import learning_rate_at
-from recipe.shared.agreement import on_every, on_first
+from recipe.settings.training import learning_rate_at
 from recipe.shared.errors import CheckpointWriteError
 from recipe.shared.flops import find_peak
-from recipe.shared.together import on_every_rank
+from recipe.shared.together import on_every, on_first
 from recipe.train.disk_room import CheckpointSize
 from recipe.train.log import MetricsWriter, ProgressBar, describe_evaluation
 from recipe.train.metrics import (
@@ -117,7 +116,7 @@ def _open_metrics(run: Run, *, after_step: int) -> MetricsWriter | None:
             say=run.say,
         )
 
-    return on_every_rank(open_writer, ranks=run.ranks)
+    return on_every(open_writer, ranks=run.ranks)
 
 
 class TrainingLoop:

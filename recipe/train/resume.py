@@ -15,7 +15,7 @@ from recipe.checkpoint.expert_counts import ExpertCounter, ExpertCounts, read_ex
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.folders import step_folder
 from recipe.engine.engine import Engine
-from recipe.shared.agreement import on_first
+from recipe.shared.together import on_first
 from recipe.train.expert_placement import place_by_counts
 from recipe.train.metrics import StepMeter, merge_meters
 from recipe.train.run import Run

@@ -67,7 +67,7 @@ def test_a_checkpoint_is_described(saved: Path, capsys: Capture) -> None:
         "            token store tokens-1a2b",
         "model       34,336 parameters, 22,048 active per token",
         "hf/         mixtral in float32",
-        f"sizes       expert_counts.json 2 bytes, hf/ 45 bytes, ranks/ 12 bytes, whole/ {size:.1f} KiB",
+        f"sizes       expert_counts.json 2 B, hf/ 45 B, ranks/ 12 B, whole/ {size:.0f} KiB",
         "health      complete: sizes and SHA-256 checksums of 5 files are as the manifest says",
     ]
 
@@ -78,7 +78,7 @@ def test_a_run_folder_lists_its_checkpoints_and_describes_the_newest(saved: Path
     header, first, second, empty, *rest = out.splitlines()
     assert header.split() == ["step", "layout", "ZeRO", "form", "tokens", "size", "state"]
     assert first.split()[:7] == ["3", "dp=2", "tp=2", "ep=2", "2", "whole", "576"]
-    assert second.split()[:9] == ["6", "dp=2", "tp=2", "ep=2", "3", "native", "1,152", "4.5", "KiB"]
+    assert second.split()[:9] == ["6", "dp=2", "tp=2", "ep=2", "3", "native", "1,152", "4", "KiB"]
     assert [line.endswith("  complete by size") for line in (first, second)] == [True, True]
     assert (empty, rest[0]) == ("", f"checkpoint  {saved / 'checkpoints' / 'step-6'}")
     assert "state       native, DeepSpeed's files of dp=2 tp=2 ep=2, ZeRO-3, bf16" in rest
