@@ -18,7 +18,7 @@ from recipe.checkpoint.files import WriteLater
 from recipe.shared.ranks import Ranks, TorchRanks
 from recipe.shared.together import on_every
 
-# How long a thread waits for its peers: a rank's files may take that long, and nobody else is held up.
+# How long a thread waits for its peers: a rank's files may take that long, and training does not wait.
 BACKGROUND_TIMEOUT = timedelta(hours=12)
 
 

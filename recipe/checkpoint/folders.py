@@ -5,7 +5,7 @@ A run can die between any two of these renames: what it leaves is either valid o
 step-20/             a checkpoint; it appears under this name only when complete
 latest -> step-20    a relative link, replaced in one rename
 .staging-step-30/    a checkpoint being written
-.replaced-step-20/   the step-20 that a new step-20 is taking the place of
+.replaced-step-20/   the step-20 that a new step-20 replaces
 .discarded-step-10/  a checkpoint being deleted
 """
 

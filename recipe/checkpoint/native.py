@@ -98,7 +98,7 @@ def load_native(engine: Engine, folder: Path) -> dict[str, Any]:
     path, _ = engine.ds.load_checkpoint(str(folder), tag=NATIVE_FOLDER, load_module_strict=True)
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / NATIVE_FOLDER}")
-    # DeepSpeed brings back the settings of the run that saved, too; those of this run hold.
+    # DeepSpeed also restores the settings of the run that saved; this run's own hold.
     for group, settings in zip(engine.ds.optimizer.param_groups, wanted, strict=True):
         group.update(settings)
     if hasattr(engine.ds.optimizer, "clip_grad"):

@@ -69,7 +69,7 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """How far the engine has come since the run first started, whatever resumes lie between."""
+    """How far the engine has come since the run first started, over all resumes."""
 
     global_steps: int
     global_samples: int
@@ -93,7 +93,7 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def to_content(file: RankFile) -> dict[str, Any]:
-    """Return what torch.save writes: plain containers, so that files stay readable when our classes move."""
+    """Return what torch.save writes: plain containers, so that files survive a change of our classes."""
     partition = file.partition
     return {
         "optimizer": partition.optimizer,

@@ -2,7 +2,7 @@
 
 What they hold is known in advance, so no tensor has to be in memory as a whole.
 
-A file is eight bytes with the length of its header, the header, JSON that says where each tensor lies, and the numbers.
+A file is eight bytes with the length of its header, the header, JSON with each tensor's offsets, and the numbers.
 """
 
 import json
