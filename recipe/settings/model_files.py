@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipe.settings.config_files import load_json_object
 from recipe.settings.model_values import RULES
+from recipe.shared.json_files import read_json_object
 
 NATIVE = "gather_moe"
 
@@ -169,7 +169,7 @@ def read_model_file(path: Path, *, dense: bool = False, longest: object = None) 
     ValueError where it is missing, no JSON object, or of a type that cannot be read.
     """
     file = path / "config.json" if path.is_dir() else path
-    content = load_json_object(str(file))
+    content = read_json_object(str(file))
     model_type = content.get("model_type", NATIVE)
     types = {**STOCK_TYPES, **(DENSE_TYPES if dense else {})}
     if not isinstance(model_type, str) or model_type not in types:
