@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from modeling.layout import ModelSizes
-from recipe.settings.model import sizes_of
-from recipe.settings.model_values import NEEDED
+from modeling.spec import NEEDED, ModelSizes, spec_of
 
 MODEL_PREFIX = "model."
 
@@ -13,4 +11,4 @@ MODEL_PREFIX = "model."
 def sizes_in(details: Mapping[str, Any]) -> ModelSizes | None:
     """The sizes of the model that a run saved with its checkpoint; None where others wrote the details."""
     model = {name.removeprefix(MODEL_PREFIX): value for name, value in details.items() if name.startswith(MODEL_PREFIX)}
-    return sizes_of(model) if model.keys() >= set(NEEDED) else None
+    return spec_of(model).sizes if model.keys() >= set(NEEDED) else None

@@ -14,6 +14,7 @@ from torch import nn
 
 from modeling.config import GatherMoeConfig
 from modeling.mesh import ParallelMesh
+from modeling.spec import DEFAULTS, LOSS_SETTINGS
 from recipe.checkpoint.elastic import LAYOUT
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.run_folder import RunFolder
@@ -27,12 +28,13 @@ from recipe.train.metrics import merge_meters
 
 # Details of a checkpoint in which a run may differ from the one that saved it: how far it is and shall go, who holds
 # what, and in which form it is stored. What changes the numbers of further steps is said.
-FREE_ON_RESUME = ("position", "tokens", "max_steps", "optimizer", "sequences_per_step", "format", *LAYOUT)
-# Entries of the model's configuration that say nothing about the function it computes.
-NOT_THE_MODEL = (
-    *("use_cache", "experts_backend", "strategy", "output_router_logits"),
-    *("overlap", "overlap_chunks", "regather", "combine_dtype", "resident_experts"),
+# The model's settings once held how its tokens travel.
+FREE_ON_RESUME = (
+    *("position", "tokens", "max_steps", "optimizer", "sequences_per_step", "format", "model.token_dtype"),
+    *LAYOUT,
 )
+# Beside the model's settings and losses; all else in its configuration says nothing about the function it computes.
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ def describe_run(run: Run) -> dict[str, Any]:
 def checkpoint_details(run: Run, *, position: int) -> dict[str, Any]:
     """What is stored with a checkpoint, and compared when it is resumed but for FREE_ON_RESUME."""
     layout, settings = run.mesh.layout, run.settings
-    model = {name: getattr(run.config, name) for name in GatherMoeConfig.__annotations__ if name not in NOT_THE_MODEL}
+    model = {name: getattr(run.config, name) for name in (*DEFAULTS, *LOSS_SETTINGS, *TOKEN_IDS)}
     return {
         "position": position,
         "tokens": position * settings.block_size,
