@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from modeling.layout import ModelSizes
+from modeling.spec import NEEDED, ModelSizes, spec_of
 from recipe.checkpoint.find import checkpoints_below
 from recipe.checkpoint.folders import StepFolder, step_in_name
 from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, read_manifest
-from recipe.settings.model import sizes_of
-from recipe.settings.model_values import NEEDED
 from recipe.shared.errors import (
     CheckpointBrokenError,
     CheckpointError,
@@ -315,7 +313,7 @@ def _together(parts: list[Values]) -> Values:
 def sizes_in(details: Mapping[str, Any]) -> ModelSizes | None:
     """Return the sizes of the model from a checkpoint's details; None where another program wrote them."""
     model = {name.removeprefix(MODEL_PREFIX): value for name, value in details.items() if name.startswith(MODEL_PREFIX)}
-    return sizes_of(model) if model.keys() >= set(NEEDED) else None
+    return spec_of(model).sizes if model.keys() >= set(NEEDED) else None
 
 
 def _layout(details: Mapping[str, Any]) -> str:

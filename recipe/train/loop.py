@@ -16,8 +16,7 @@ from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.folders import path_of_step, step_folder
 from recipe.checkpoint.native import check_replicas, save_native
-from recipe.data.batches import evaluation_batches
-from recipe.data.check_batches import check_batches
+from recipe.data.batches import check_batches, evaluation_batches
 from recipe.data.loader import LoaderOptions, Step, StepLoader
 from recipe.engine.engine import Engine
 from recipe.hf.export import FOLDER, ExportOptions, export_hugging_face

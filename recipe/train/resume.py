@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modeling.config import GatherMoeConfig
+from modeling.spec import DEFAULTS, LOSS_SETTINGS
 from recipe.checkpoint.elastic import LAYOUT, old_group_states, resume_training
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
 from recipe.checkpoint.expert_counts import ExpertCounter, ExpertCounts, read_expert_counts
@@ -22,12 +22,13 @@ from recipe.train.run import Run
 
 # Details of a checkpoint in which a run may differ from the one that saved it: how far it is and is to go, which rank
 # holds what, and in which form it is stored. Differences that change the numbers of further steps are said.
-FREE_ON_RESUME = ("position", "tokens", "max_steps", "optimizer", "sequences_per_step", "format", *LAYOUT)
-# Entries of the model's configuration that say nothing about the function it computes.
-NOT_THE_MODEL = (
-    *("use_cache", "experts_backend", "strategy", "output_router_logits"),
-    *("overlap", "overlap_chunks", "regather", "combine_dtype", "resident_experts"),
+# The model's settings once held how its tokens travel.
+FREE_ON_RESUME = (
+    *("position", "tokens", "max_steps", "optimizer", "sequences_per_step", "format", "model.token_dtype"),
+    *LAYOUT,
 )
+# Beside the model's settings and losses; all else in its configuration says nothing about the function it computes.
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(kw_only=True)
@@ -107,7 +108,7 @@ def _merged_state(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
 def checkpoint_details(run: Run, *, position: int) -> dict[str, Any]:
     """Return what is stored with a checkpoint, and compared on resume but for FREE_ON_RESUME."""
     layout, settings = run.mesh.layout, run.settings
-    model = {name: getattr(run.config, name) for name in GatherMoeConfig.__annotations__ if name not in NOT_THE_MODEL}
+    model = {name: getattr(run.config, name) for name in (*DEFAULTS, *LOSS_SETTINGS, *TOKEN_IDS)}
     return {
         "position": position,
         "tokens": position * settings.block_size,
