@@ -42,8 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of an exported tiny model by its type, a key of CONFIGS; written once, not to be changed."""
-    from tests.hf.test_r_ckpt import run_export
-    from tests.parity import Case
+    from tests.engine_runs import Case
+    from tests.exports import run_export
 
     @functools.cache
     def folder(name: str) -> Path:

@@ -16,10 +16,9 @@ import torch
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.manifest import file_sizes
 from recipe.shared.ranks import OneRank
-from tests.checkpoint.test_resume import untimed
 from tests.engine_runs import slow
 from tests.ranks import run_ranks
-from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
+from tests.training import Flags, read_metrics, train_on_ranks, untimed, write_ds_config, write_inputs
 
 TIMED_FILES = ("manifest.json",)  # the rank files hold the seconds of an unfinished log line, it their checksums
 WAIT_S = 30.0

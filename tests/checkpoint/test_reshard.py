@@ -24,7 +24,7 @@ from recipe.shared.errors import (
     NotEnoughSpaceError,
 )
 from recipe.shared.ranks import OneRank
-from tests.parity import mixed_config
+from tests.referee import mixed_config
 from tests.states import details_of, read_all, save_whole, state_of
 
 SMALL = Pieces(piece_bytes=4000, max_file_bytes=100_000)

@@ -5,58 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.parity import Case, full_state, make_micro_batches, start_engine, tiny_config
+from tests.engine_runs import Case, make_micro_batches, start_engine
 from tests.ranks import RankError, run_ranks
-from tests.training import read_metrics, train_on_ranks, write_ds_config, write_inputs
-
-TIMED = ("tokens_per_s", "model_flops_per_s", "mfu", "peak_memory_bytes")
-
-
-def native_tensors(checkpoint: Path) -> dict[str, Any]:
-    """Every tensor in DeepSpeed's files, by file and place."""
-    found: dict[str, Any] = {}
-
-    def walk(value: Any, place: str) -> None:
-        if isinstance(value, torch.Tensor):
-            found[place] = value
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                walk(item, f"{place}/{key}")
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                walk(item, f"{place}/{index}")
-
-    for file in sorted((checkpoint / "deepspeed").glob("*.pt")):
-        walk(torch.load(file, weights_only=False, map_location="cpu"), file.name)
-    return found
-
-
-def untimed(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key not in TIMED}
-
-
-def check_resume(folder: Path, *, world_size: int, ds_config: dict[str, Any], **changes: Any) -> None:
-    flags = write_inputs(folder) | write_ds_config(folder, **ds_config) | changes
-    straight, stopped = folder / "straight", folder / "stopped"
-    run_ranks(train_on_ranks, world_size, flags | {"output_dir": straight, "save_steps": 0})
-    flags |= {"output_dir": stopped, "save_steps": 3}
-    run_ranks(train_on_ranks, world_size, flags)
-    shutil.rmtree(stopped / "checkpoints" / "step-6")
-    _, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
-    assert any(f"resuming from {stopped}/checkpoints/step-3" in line for line in said)
-    assert any("dropped" in line and "after step 3" in line for line in said)
-    want, got = read_metrics(straight), read_metrics(stopped)
-    assert want.keys() == got.keys()
-    for step, line in want.items():
-        assert untimed(got[step]) == untimed(line), step
-    want_tensors = native_tensors(straight / "checkpoints" / "step-6")
-    got_tensors = native_tensors(stopped / "checkpoints" / "step-6")
-    assert want_tensors.keys() == got_tensors.keys()
-    assert len(want_tensors) > 20
-    for place, tensor in want_tensors.items():
-        assert torch.equal(got_tensors[place], tensor), place
+from tests.referee import full_state, tiny_config
+from tests.training import check_resume, read_metrics, train_on_ranks, untimed, write_inputs
 
 
 def test_one_rank_resumes_bitwise(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from recipe.checkpoint.open_state import open_training_state
 from recipe.checkpoint.whole import WholeTensors, digests_of, row_major_boxes, write_whole
 from recipe.shared.errors import CheckpointBrokenError
-from tests.parity import mixed_config, tiny_config
+from tests.referee import mixed_config, tiny_config
 from tests.states import MemoryState, details_of, read_all, save_whole, state_of
 
 

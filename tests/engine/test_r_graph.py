@@ -23,9 +23,10 @@ from modeling.model import GatherMoeForCausalLM
 from modeling.rope import rotary_tables
 from recipe.engine.graphs import install_graphs
 from tests.emulated_graphs import EmulatedCapture
-from tests.engine_runs import read_export, slow
-from tests.parity import mixed_config
+from tests.engine_runs import slow
+from tests.exports import read_export
 from tests.ranks import run_ranks
+from tests.referee import mixed_config
 from tests.training import WORDS, Flags, read_metrics, write_inputs
 
 ROOT = Path(__file__).parents[2]

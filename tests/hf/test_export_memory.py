@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.parity import Case, tiny_config
+from tests.engine_runs import Case
+from tests.referee import tiny_config
 
 MB = 10**6
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 640, "num_experts": 16, "head_dim": 64, "vocab_size": 8000}

@@ -14,9 +14,9 @@ from recipe.settings.model import read_model
 from recipe.settings.model_source import HubModel, explain, is_on_hub
 from recipe.shared.ranks import OneRank
 from tests.hub_samples import COMMIT, http_error, make_model, put_in_cache, save_tokenizer
+from tests.launching import launch, words_of
 from tests.ranks import run_ranks
 from tests.thread_ranks import on_threads
-from tests.train.test_run_pretrain import launch, words_of
 from tests.training import read_metrics, write_ds_config, write_inputs
 
 NAME = "someone/tiny"

@@ -11,7 +11,7 @@ from recipe.hf.config import SpecialTokens, config_dict
 from recipe.hf.model_card import TrainingFacts, model_card, write_model_card
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
-from tests.parity import tiny_config
+from tests.referee import tiny_config
 
 
 def card_of(config: GatherMoeConfig | None = None, *, kind: str = "mixtral", **arguments: Any) -> ModelCard:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from modeling.config import GatherMoeConfig
 from modeling.model import GatherMoeForCausalLM, GatherMoeModel
-from tests.parity import full_state, mixed_config, tiny_config
+from tests.referee import full_state, mixed_config, tiny_config
 
 CONFIGS: dict[str, Any] = {
     "tiny": lambda: tiny_config(),

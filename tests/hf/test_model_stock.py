@@ -10,7 +10,7 @@ from torch import Tensor
 from modeling.config import GatherMoeConfig
 from modeling.hf_keys import stock_type
 from modeling.model import GatherMoeForCausalLM
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 CONFIGS: dict[str, tuple[str, Any]] = {
     "mixtral": ("mixtral", lambda: tiny_config(qk_norm="none")),

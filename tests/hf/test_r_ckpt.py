@@ -14,8 +14,9 @@ from modeling.hf_keys import file_tensors
 from modeling.layout import ParallelLayout
 from recipe.hf.export import opening_code
 from tests.clean_process import run_clean
-from tests.parity import Case, full_state, mixed_config, referee_model, start_engine, tiny_config
+from tests.engine_runs import Case, start_engine
 from tests.ranks import RankError, run_ranks
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 from tests.training import train_on_ranks, write_ds_config, write_inputs
 
 CONFIGS = {
@@ -305,7 +306,7 @@ def stock_evaluation(rank: int, world_size: int, folder: Path) -> float:
     from recipe.data.prepare import prepare_data
     from recipe.shared.ranks import OneRank
     from recipe.train.prepare import data_options
-    from tests.parity import referee_loss
+    from tests.referee import referee_loss
 
     given = json.loads((folder / "run" / "run.json").read_text())["arguments"]
     names = ("train_file", "config_name", "cache_dir", "train_vocab_size", "block_size", "output_dir")

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from modeling.config import GatherMoeConfig
 from tests.clean_process import run_clean
-from tests.engine_runs import Training, accumulate, random_batch, read_export, slow, start
-from tests.hf.test_r_ckpt import FakeTokenizer, export, sample_ids
+from tests.engine_runs import Case, accumulate, slow, start_engine
+from tests.exports import FakeTokenizer, export, read_export, sample_ids
 from tests.hub_samples import save_tokenizer
-from tests.parity import Case, full_state, referee_model, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import Training, full_state, random_batch, referee_model, tiny_config
 
 CHAT = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{% endfor %}"
 OPEN_TOKENIZER = """
@@ -55,7 +55,7 @@ def export_both(rank: int, world_size: int, config: GatherMoeConfig, state: dict
     from recipe.shared.ranks import TorchRanks
 
     case = Case(dp=2, stage=2, bf16=True)
-    engine = start(config, state, case, training=Training())
+    engine = start_engine(config, state, case, training=Training())
     accumulate(engine, random_batch(), case)
     engine.update(learning_rate=1e-3)
     for dtype in (torch.float32, torch.bfloat16):
@@ -91,7 +91,7 @@ def export_with_tokenizer(rank: int, world_size: int, root: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
     config = tiny_config(vocab_size=257)
-    engine = start(config, full_state(config), Case())
+    engine = start_engine(config, full_state(config), Case())
     for hf_format in ("native", "auto"):
         options = ExportOptions(hf_format, torch.float32)
         export_hugging_face(engine, root / hf_format, tokenizer=tokenizer, options=options, ranks=TorchRanks())

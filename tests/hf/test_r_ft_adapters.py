@@ -11,9 +11,9 @@ from torch import Tensor
 
 from modeling.model import GatherMoeForCausalLM
 from recipe.hf.adapters import PARTS, check_saved, lora_targets, save_finetuned
-from tests.hf.test_r_ckpt import CONFIGS
-from tests.parity import full_state, referee_model
+from tests.exports import CONFIGS
 from tests.ranks import run_ranks
+from tests.referee import full_state, referee_model
 
 TYPES = tuple(CONFIGS)
 Exported = Callable[[str], Path]

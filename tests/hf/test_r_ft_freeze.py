@@ -9,23 +9,19 @@ import torch
 from recipe.engine.engine import build_optimizer, freeze_parameters
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.training import OptimizerOptions
-from tests.engine_runs import (
+from tests.engine_runs import Case, accumulate, ds_config, join_shards, make_mesh, model_with, slow, weight_shards
+from tests.exports import FakeTokenizer, read_export
+from tests.ranks import run_ranks
+from tests.referee import (
     Tensors,
     Training,
-    accumulate,
     assert_all_match,
-    ds_config,
-    join_shards,
-    make_mesh,
-    model_with,
+    full_state,
+    mixed_config,
     random_batch,
-    read_export,
-    slow,
-    weight_shards,
+    referee_model,
+    tiny_config,
 )
-from tests.hf.test_r_ckpt import FakeTokenizer
-from tests.parity import Case, full_state, mixed_config, referee_model, tiny_config
-from tests.ranks import run_ranks
 from tests.training import train_on_ranks, write_inputs
 
 ROUTER = r"mlp\.gate\."
@@ -147,7 +143,7 @@ def test_r_ft_06_what_is_frozen_stays_and_the_rest_trains(
     before = full_state(config)
     want_norms, want = referee(patterns)
     by_rank = run_ranks(train_frozen, case.dp * case.tp, case, patterns, tmp_path)
-    got = join_shards([weights for _, weights in by_rank], config, case, whole=before)
+    got = join_shards([weights for _, weights in by_rank], config, case)
     assert want_norms[0] > MAX_GRAD_NORM
     torch.testing.assert_close(by_rank[0][0], want_norms, atol=1e-5, rtol=0)
     assert_all_match(got, want)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from recipe.hf.adapters import check_saved, save_finetuned
-from tests.engine_runs import read_export
-from tests.hf.test_r_ckpt import CONFIGS, export
-from tests.hf.test_r_ft_adapters import open_model, plain_engine, plain_settings
-from tests.parity import Case, full_state, mixed_config, tiny_config
+from tests.engine_runs import Case
+from tests.exports import CONFIGS, export, read_export
 from tests.ranks import run_ranks
+from tests.referee import full_state, mixed_config, tiny_config
+from tests.tuning import open_model, plain_engine, plain_settings
 
 PAD, VOCAB, ADDED = 0, 51, 3
 Exported = Callable[[str], Path]

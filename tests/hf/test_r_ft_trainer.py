@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from recipe.hf.adapters import save_finetuned
-from tests.engine_runs import Tensors, assert_all_match, read_export
-from tests.hf.test_r_ft_adapters import FILE, adapters, ids, open_model, open_with_adapters
+from tests.exports import read_export
 from tests.ranks import run_ranks
+from tests.referee import Tensors, assert_all_match
 from tests.training import train_on_ranks, write_inputs
+from tests.tuning import FILE, adapters, ids, open_model, open_with_adapters
 
 ROOT = Path(__file__).parents[2]
 Exported = Callable[[str], Path]

@@ -15,9 +15,9 @@ from transformers.distributed.expert_parallel import AllReduceEP, EPImplementati
 from modeling.config import GatherMoeConfig
 from recipe.hf.transformers_ep import AllGatherEP, keep_local, register_allgather
 from tests.modeling.test_static_shapes import NoHostReads, StaticOperators
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
 from tests.ranks import run_ranks
 from tests.recording import Collective, Operator, Operators
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 pytestmark = pytest.mark.slow
 

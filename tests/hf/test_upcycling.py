@@ -16,20 +16,10 @@ from modeling.hf_keys import stock_type
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model
-from tests.engine_runs import (
-    Batch,
-    Training,
-    accumulate,
-    ds_config,
-    join_shards,
-    make_mesh,
-    optimizer_for,
-    random_batch,
-    slow,
-)
+from tests.engine_runs import Case, accumulate, ds_config, join_shards, make_mesh, optimizer_for, slow
 from tests.hub_samples import make_model
-from tests.parity import Case
 from tests.ranks import run_ranks
+from tests.referee import Batch, Training, random_batch
 
 UPCYCLE: dict[str, Any] = {"upcycle_num_experts": 4, "upcycle_top_k": 2}
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -142,7 +132,7 @@ def test_noise_makes_experts_differ_and_is_the_same_in_every_layout(dense: Path)
     (one,) = run_ranks(weights_of, 1, kwargs, dense / "llama", Case())
     for case in LAYOUTS[1:]:
         shards = run_ranks(weights_of, 2, kwargs, dense / "llama", case)
-        joined = join_shards(shards, config, case, whole=one)
+        joined = join_shards(shards, config, case)
         for name, tensor in joined.items():
             assert torch.equal(tensor, one[name]), name
     experts = one["model.layers.1.mlp.experts.gate_up_proj"]

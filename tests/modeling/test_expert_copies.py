@@ -34,8 +34,8 @@ from tests.modeling.test_strategies import (
     reference,
     whole_numbers,
 )
-from tests.parity import tiny_config
 from tests.ranks import run_ranks
+from tests.referee import tiny_config
 
 TWO_CHUNKS = Wire(overlap=True, num_chunks=2, regather=True, sum_dtype=None)
 

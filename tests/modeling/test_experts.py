@@ -11,7 +11,7 @@ from modeling.expert_rows import count_rows, sort_rows
 from modeling.experts import GatherMoeExperts
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh
-from tests.parity import tiny_config
+from tests.referee import tiny_config
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, ACTIVE = 24, 32, 32, 8, 3
 NAMES = ("output", "x", "weights", "gate_up", "down")

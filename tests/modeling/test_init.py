@@ -16,7 +16,7 @@ from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.shard_table import ShardTable
 from modeling.sharding import join
-from tests.parity import mixed_config, tiny_config
+from tests.referee import mixed_config, tiny_config
 
 SAMPLE = 2**20
 

@@ -17,8 +17,8 @@ from modeling.layout import ParallelLayout
 from modeling.linear import Linear, linear, plain_weight
 from modeling.mesh import ParallelMesh, build_mesh, one_rank_mesh
 from modeling.norm import RmsNorm, rms_norm, split_rms_norms
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 WORLD = 2
 

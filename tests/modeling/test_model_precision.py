@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from modeling.router import GatherMoeRouter
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda **changes: tiny_config(qk_norm="none", **changes),

@@ -11,27 +11,22 @@ from modeling import loss as loss_file
 from modeling.config import GatherMoeConfig
 from modeling.mesh import one_rank_mesh
 from tests.engine_runs import (
-    Batch,
-    Tensors,
-    Training,
+    Case,
     accumulate,
-    assert_all_match,
     gradient_shards,
     join_shards,
     make_mesh,
     model_with,
     optimizer_for,
-    plain_training,
-    random_batch,
     slow,
-    start,
+    start_engine,
     train,
-    train_in_trainer,
     weight_shards,
 )
-from tests.parity import Case, full_state, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import Batch, Tensors, Training, assert_all_match, full_state, random_batch, referee_run, tiny_config
 from tests.resolving import resolve
+from tests.tuning import train_in_trainer
 
 STAGES = [0, 1, 2, 3]
 
@@ -74,7 +69,7 @@ CUTS = [
 @pytest.mark.parametrize("case", CUTS, ids=str)
 def test_r_loss_01_every_target_weighs_the_same_however_the_batch_is_cut(case: Case) -> None:
     config, state, batch = losses_of_two_and_one()
-    want = plain_training(config, state, batches=[batch])
+    want = referee_run(config, state, batches=[batch])
     assert want.curves.losses == pytest.approx([1.1], abs=1e-5)
     got = train(config, state, case, batches=[batch])
     assert got.curves.losses == pytest.approx([1.1], abs=1e-5), "1.5 is the mean of means"
@@ -101,7 +96,7 @@ def test_r_loss_02_the_routers_gradient_does_not_depend_on_the_layout(case: Case
     training = Training(balance_coef=0.1, z_coef=0.01)
     case = case._replace(accumulation=accumulation, stage=2)
     got = train(config, state, case, batches=batches, training=training)
-    want = plain_training(config, state, batches=batches, training=training)
+    want = referee_run(config, state, batches=batches, training=training)
     torch.testing.assert_close(got.curves.balance, want.curves.balance, atol=1e-5, rtol=0)
     torch.testing.assert_close(got.curves.z, want.curves.z, atol=1e-5, rtol=0)
     assert_all_match(got.gradients, want.gradients, atol=1e-6)
@@ -131,7 +126,7 @@ def _empty_step(
     batch.labels.fill_(-100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_file, "CHUNK_BYTES", chunk_bytes)
-        engine = start(config, state, case, training=training)
+        engine = start_engine(config, state, case, training=training)
         sums = accumulate(engine, batch, case)
         gradients = gradient_shards(engine)
         norm = engine.update(learning_rate=training.learning_rate)
@@ -149,7 +144,7 @@ def test_r_loss_03_a_batch_without_a_target_teaches_nothing(case: Case, chunk_by
     state = full_state(config)
     by_rank = run_ranks(_empty_step, case.dp * case.tp, config, state, case, chunk_bytes)
     assert [result[:2] for result in by_rank] == [(0.0, 0.0)] * len(by_rank)
-    gradients, weights = (join_shards([r[part] for r in by_rank], config, case, whole=state) for part in (2, 3))
+    gradients, weights = (join_shards([r[part] for r in by_rank], config, case) for part in (2, 3))
     for name, gradient in gradients.items():
         assert not gradient.any(), name
         decay = 1 - 0.01 * 0.1 if gradient.dim() > 1 else 1.0  # AdamW's weight decay, on matrices only
@@ -214,7 +209,7 @@ def test_r_cfg_05_three_micro_batches_equal_one_big_batch(stage: int) -> None:
     config = tiny_config()
     state, batches = full_state(config), [random_batch(num_sequences=6)]
     training = Training(num_steps=2, max_grad_norm=0.2)
-    want = plain_training(config, state, batches=batches, training=training)
+    want = referee_run(config, state, batches=batches, training=training)
     for accumulation in (3, 1):
         case = Case(dp=2, stage=stage, accumulation=accumulation)
         got = train(config, state, case, batches=batches, training=training)

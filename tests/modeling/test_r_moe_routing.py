@@ -15,21 +15,9 @@ from modeling.mesh import one_rank_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.router import GatherMoeRouter, Routing
 from modeling.transfers import ScatterInChunks
-from tests.engine_runs import (
-    Batch,
-    Tensors,
-    Training,
-    accumulate,
-    assert_all_match,
-    gradient_shards,
-    join_shards,
-    make_mesh,
-    model_with,
-    random_batch,
-    start,
-)
-from tests.parity import Case, full_state, tiny_config
+from tests.engine_runs import Case, accumulate, gradient_shards, join_shards, make_mesh, model_with, start_engine
 from tests.ranks import run_ranks
+from tests.referee import Batch, Tensors, Training, assert_all_match, full_state, random_batch, tiny_config
 from tests.resolving import faults_of
 
 
@@ -149,7 +137,7 @@ def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Ca
             if isinstance(module, GatherMoeRouter):
                 module.register_forward_hook(check, with_kwargs=True)
 
-    engine = start(config, state, case, prepare=watch)
+    engine = start_engine(config, state, case, prepare=watch)
     accumulate(engine, random_batch(), case)
     return checked
 
@@ -207,7 +195,7 @@ def test_r_moe_11_padding_is_not_routed_and_changes_nothing(pad_with_a_real_toke
 
 def _padded_pass(rank: int, world_size: int, config: Any, state: Any, case: Case, batch: Batch) -> Any:
     training = Training(balance_coef=0.1, z_coef=0.01)
-    engine = start(config, state, case, training=training, num_sequences=2)
+    engine = start_engine(config, state, case, training=training)
     sums = accumulate(engine, batch, case)
     dist.all_reduce(sums.expert_counts, group=engine.mesh.dp_group)
     return sums.expert_counts, gradient_shards(engine)
@@ -224,4 +212,4 @@ def test_r_moe_11_padding_is_not_routed_on_several_ranks(case: Case) -> None:
     by_rank = run_ranks(_padded_pass, case.dp * case.tp, config, state, case, batch)
     for counts, _ in by_rank:
         assert torch.equal(counts, want.sums.expert_counts)
-    assert_all_match(join_shards([grads for _, grads in by_rank], config, case, whole=state), want_grads)
+    assert_all_match(join_shards([grads for _, grads in by_rank], config, case), want_grads)

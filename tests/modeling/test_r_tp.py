@@ -16,22 +16,19 @@ from modeling.loss import Vocabulary, vocab_parallel_losses
 from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.transfers import Chunks
-from tests.engine_runs import (
-    Training,
-    accumulate,
-    assert_all_match,
-    export,
-    join_shards,
-    plain_training,
-    random_batch,
-    read_export,
-    slow,
-    start,
-    train,
-    used_gradients,
-)
-from tests.parity import Case, full_state, mixed_config, referee_model, tiny_config
+from tests.engine_runs import Case, accumulate, join_shards, slow, start_engine, train, used_gradients
+from tests.exports import export, read_export
 from tests.ranks import run_ranks
+from tests.referee import (
+    Training,
+    assert_all_match,
+    full_state,
+    mixed_config,
+    random_batch,
+    referee_model,
+    referee_run,
+    tiny_config,
+)
 from tests.resolving import TINY, faults_of, resolve
 
 STAGES = [0, 1, 2, 3]
@@ -43,7 +40,7 @@ def test_r_tp_01_replicated_parameters_stay_equal_and_right(stage: int) -> None:
     state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
     training = Training(learning_rate=0.1, adam_eps=None, weight_decay=0.0, num_steps=5, balance_coef=0.01)
     got = train(config, state, Case(dp=2, tp=2, ep=2, stage=stage), batches=batches, training=training)
-    want = plain_training(config, state, batches=batches, training=training)
+    want = referee_run(config, state, batches=batches, training=training)
     assert_all_match(got.weights, want.weights)
     for name, weight in got.weights.items():
         assert (weight - state[name]).abs().max() > 1e-4, name
@@ -62,7 +59,7 @@ def _check_replicas(rank: int, world_size: int, case: Case, broken: tuple[str, i
     from recipe.train.replicas import check_replicas
 
     config = tiny_config(qk_norm="head")
-    engine = start(config, full_state(config), case)
+    engine = start_engine(config, full_state(config), case)
     accumulate(engine, random_batch(), case)
     engine.update(learning_rate=0.01)
     check_replicas(engine, TorchRanks())
@@ -117,7 +114,7 @@ def _clip(
             parameter.register_hook(lambda gradient: gradient * factor)
 
     training = Training(adam_eps=None, weight_decay=0.0, max_grad_norm=1.0)
-    engine = start(config, state, case, training=training, prepare=scale)
+    engine = start_engine(config, state, case, training=training, prepare=scale)
     return used_gradients(engine, random_batch(), case)
 
 
@@ -126,10 +123,10 @@ def _clip(
 def test_r_tp_02_clipping_scales_what_the_optimizer_uses(stage: int, norm: float, used_norm: float) -> None:
     config, case = tiny_config(), Case(tp=2, ep=2, stage=stage)
     state = full_state(config)
-    unscaled = plain_training(config, state, batches=[random_batch()])
+    unscaled = referee_run(config, state, batches=[random_batch()])
     factor = norm / unscaled.curves.norms[0]
     by_rank = run_ranks(_clip, 2, config, state, case, factor)
-    used = join_shards([gradients for _, gradients in by_rank], config, case, whole=state)
+    used = join_shards([gradients for _, gradients in by_rank], config, case)
     assert [reported for reported, _ in by_rank] == pytest.approx([norm] * 2, abs=1e-4 * norm)
     got_norm = sum(gradient.double().square().sum().item() for gradient in used.values()) ** 0.5
     assert got_norm == pytest.approx(used_norm, abs=1e-4)
@@ -188,7 +185,7 @@ def test_r_tp_04_curves_and_weights_do_not_depend_on_the_layout(kind: str, case:
     config = tiny_config() if kind == "experts only" else mixed_config()
     state, batches = full_state(config), [random_batch(seed=seed) for seed in range(5)]
     training = Training(num_steps=5, max_grad_norm=0.5, balance_coef=0.1, z_coef=0.01)
-    want = plain_training(config, state, batches=batches, training=training)
+    want = referee_run(config, state, batches=batches, training=training)
     got = train(config, state, case._replace(stage=2), batches=batches, training=training)
     assert min(want.curves.norms) > 0.5, "clipping is active"
     for name, curve in got.curves._asdict().items():
@@ -201,7 +198,7 @@ def test_r_tp_05_more_ranks_than_key_value_heads_match_one_process(qk_norm: str)
     config, case = tiny_config(qk_norm=qk_norm), Case(tp=4, ep=4, stage=2)
     state, batch = full_state(config), random_batch()
     got = train(config, state, case, batches=[batch])
-    want = plain_training(config, state, batches=[batch])
+    want = referee_run(config, state, batches=[batch])
     torch.testing.assert_close(got.curves.losses, want.curves.losses, atol=1e-5, rtol=0)
     torch.testing.assert_close(got.curves.norms, want.curves.norms, atol=1e-5, rtol=0)
     assert_all_match(got.gradients, want.gradients)
@@ -236,7 +233,7 @@ def test_r_tp_06_an_odd_vocabulary_matches_one_process(tp: int, tied: bool, tmp_
     batch.ids[:, 3], batch.ids[:, 9] = 49, 50
     batch.labels[:, 3], batch.labels[:, 9] = 49, 50
     got = train(config, state, case, batches=[batch])
-    want = plain_training(config, state, batches=[batch])
+    want = referee_run(config, state, batches=[batch])
     torch.testing.assert_close(got.curves.losses, want.curves.losses, atol=1e-5, rtol=0)
     assert_all_match(got.gradients, want.gradients)
     last_rows = got.gradients["model.embed_tokens.weight"][49:]

@@ -18,7 +18,7 @@ from modeling.model import GatherMoeForCausalLM
 from modeling.shard_table import FULL_QK_NORM, TABLE, ShardTable
 from modeling.sharding import cut, join, paste
 from recipe.engine.engine import tag_parameters
-from tests.parity import mixed_config, tiny_config
+from tests.referee import mixed_config, tiny_config
 
 CONFIGS = {
     "mixtral": lambda: tiny_config(qk_norm="none"),

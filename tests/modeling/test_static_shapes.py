@@ -19,8 +19,8 @@ from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.noise import NoiseOrigin, token_counters
 from modeling.rope import rotary_tables
-from tests.parity import mixed_config
 from tests.ranks import run_ranks
+from tests.referee import mixed_config
 
 BATCH, BLOCK = 2, 8
 # Operators whose output shape depends on values, or that hand a value to the host.

@@ -16,8 +16,8 @@ from modeling.init import shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
 from tests.modeling.test_static_shapes import plain_inputs, static_shapes
-from tests.parity import mixed_config
 from tests.recording import Operator, Operators
+from tests.referee import mixed_config
 
 pytestmark = pytest.mark.slow
 

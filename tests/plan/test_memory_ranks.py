@@ -14,9 +14,9 @@ from recipe.plan.job import Job
 from recipe.plan.memory import predict_memory
 from recipe.settings.execution import WireOptions
 from tests import engine_runs
-from tests.engine_runs import Training
-from tests.parity import Case, tiny_config
+from tests.engine_runs import Case
 from tests.ranks import run_ranks
+from tests.referee import Training, tiny_config
 
 MODEL = {
     "vocab_size": 512,
@@ -88,7 +88,7 @@ def measure(rank: int, world_size: int, measured: Measured) -> Peak:
         if case.checkpointing:
             model.gradient_checkpointing_enable()
         zero = {"reduce_bucket_size": BUCKET, **measured.zero}
-        settings = engine_runs.ds_config(case, Training(max_grad_norm=1.0, zero=zero), num_sequences=num_sequences)
+        settings = engine_runs.ds_config(case, Training(max_grad_norm=1.0, zero=zero))
         engine = Engine(model, ds_config=settings, optimizer=build_optimizer(model, adam))
         memory.name_gradients(model.parameters())
         sizes = {"num_sequences": num_sequences, "vocab_size": config.vocab_size}

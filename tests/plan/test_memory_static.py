@@ -16,7 +16,7 @@ from modeling.model import GatherMoeForCausalLM
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.plan.memory import moments
 from recipe.plan.model_traffic import HEAD_CHUNK_BYTES
-from tests.parity import Case
+from tests.engine_runs import Case
 from tests.plan.test_memory_ranks import Measured, config_of, job_of
 
 pytestmark = pytest.mark.slow

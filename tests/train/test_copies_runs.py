@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from recipe.checkpoint.expert_counts import NAME, read_expert_counts
 from recipe.cli import main
-from tests.checkpoint.test_resume import check_resume
-from tests.parity import mixed_config
 from tests.ranks import run_ranks
-from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
+from tests.referee import mixed_config
+from tests.training import Flags, check_resume, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
 WITH_COPIES = {"parallel": {"tp": 2, "ep": 2, "resident_experts": 1}}
 

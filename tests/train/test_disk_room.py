@@ -15,9 +15,9 @@ from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.manifest import file_sizes
 from recipe.shared.ranks import OneRank
 from recipe.train.disk_room import more_at_a_time, saves_to_come
-from tests.engine_runs import slow
-from tests.parity import Case, full_state, make_micro_batches, start_engine, tiny_config
+from tests.engine_runs import Case, make_micro_batches, slow, start_engine
 from tests.ranks import run_ranks
+from tests.referee import full_state, tiny_config
 from tests.training import Flags, train_on_ranks, write_ds_config, write_inputs
 
 
@@ -45,7 +45,7 @@ def _sizes(rank: int, world_size: int, cases: list[Case], folder: Path) -> list[
     from recipe.checkpoint.size_estimate import estimate_size
     from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.shared.ranks import TorchRanks
-    from tests.hf.test_r_ckpt import FakeTokenizer
+    from tests.exports import FakeTokenizer
 
     config = tiny_config(hidden_size=128, moe_intermediate_size=256, vocab_size=999, head_dim=32, num_hidden_layers=1)
     state, ranks, estimates = full_state(config), TorchRanks(), []

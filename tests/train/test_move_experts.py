@@ -13,8 +13,9 @@ from modeling.init import shard_table, stored_tensors
 from modeling.layout import ParallelLayout
 from modeling.sharding import join
 from recipe.train.move_experts import move_experts, renumber
-from tests.parity import LEARNING_RATE, Case, full_state, make_micro_batches, mixed_config, start_engine
+from tests.engine_runs import Case, make_micro_batches, start_engine
 from tests.ranks import run_ranks
+from tests.referee import CLIPPED, full_state, mixed_config
 
 NUMBERS = [[5, 2, 7, 0, 1, 6, 3, 4], [0, 4, 1, 5, 2, 6, 3, 7]]  # in no layer the identity, in the first no expert stays
 
@@ -25,7 +26,7 @@ def train(engine: Any, config: GatherMoeConfig, case: Case, steps: range) -> lis
         batches = make_micro_batches(config, case, step=step, dp_rank=engine.mesh.dp_rank)
         counts = engine.count(batches)
         losses.append(engine.accumulate(batches, counts=counts).nll.item() / counts.num_targets)
-        engine.update(learning_rate=LEARNING_RATE)
+        engine.update(learning_rate=CLIPPED.learning_rate)
     return losses
 
 
