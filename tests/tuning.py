@@ -12,6 +12,8 @@ from tests.referee import Batch, Tensors
 
 Exported = Callable[[str], Path]  # the fixture `exported`
 FILE = "adapter_model.safetensors"
+# Far above the rounding of gradients, so that AdamW does not make a step of its own out of it.
+ADAM_EPS = 1e-3
 
 
 def ids() -> torch.Tensor:
@@ -47,6 +49,7 @@ def training_arguments(folder: Path, **options: Any) -> Any:
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-2,
+        "adam_epsilon": ADAM_EPS,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
@@ -67,11 +70,14 @@ def trainer(model: Any, arguments: Any, *, batch: Batch | None = None) -> Any:
 
 def train_in_trainer(model: Any, batch: Batch, *, folder: Path, accumulation: int = 1, **options: Any) -> None:
     """Take one optimizer step of Trainer on the whole batch, in this process."""
-    sizes = {
+    values: dict[str, Any] = {
+        "max_steps": 1,
+        "lr_scheduler_type": "constant",
         "per_device_train_batch_size": len(batch.ids) // accumulation,
         "gradient_accumulation_steps": accumulation,
+        "adam_epsilon": 1e-8,
     }
-    arguments = training_arguments(folder, max_steps=1, lr_scheduler_type="constant", **sizes, **options)
+    arguments = training_arguments(folder, **values | options)
     trainer(model, arguments, batch=batch).train()
 
 
@@ -95,7 +101,7 @@ def plain_engine(model: Any, settings: dict[str, Any]) -> Any:
 
     join_communication()
     mesh = build_mesh(ParallelLayout(dp=dist.get_world_size()), num_key_value_heads=1)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, eps=ADAM_EPS)
     # The mpu, because DeepSpeed remembers the groups of the engine before, which a pool of ranks has ended.
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, mpu=Mpu(mesh), config=settings, dist_init_required=False

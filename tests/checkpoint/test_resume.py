@@ -1,5 +1,6 @@
 """A run that is stopped and resumed goes on bitwise like one that never stopped."""
 
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,28 @@ def test_r_ckpt_03_the_learning_rate_goes_on_after_a_resume(tmp_path: Path) -> N
     shutil.rmtree(checkpoints / "step-9")
     _, said = run_ranks(train_on_ranks, 1, flags | {"max_steps": 10})[0]
     assert any("had max_steps=9 and now has 10" in line for line in said)
+
+
+def test_r_ckpt_09_random_states_are_restored_per_rank(tmp_path: Path) -> None:
+    draws = run_ranks(draw_save_draw_restore_draw, 2, tmp_path)
+    for before, after in draws:
+        assert before == after
+    assert draws[0][0] != draws[1][0]
+
+
+def draw_save_draw_restore_draw(rank: int, world_size: int, folder: Path) -> tuple[list[float], list[float]]:
+    from recipe.checkpoint.native import load_native, save_native
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.random()), torch.rand(1).item()]
+
+    config = tiny_config()
+    engine = start_engine(config, full_state(config), Case(dp=2, stage=2))
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    save_native(engine, folder, rank_state={"mark": rank})
+    before = draw()
+    draw()
+    assert load_native(engine, folder) == {"mark": rank}
+    return before, draw()

@@ -6,30 +6,38 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.engine.engine import build_optimizer, freeze_parameters
+from recipe.engine.engine import freeze_parameters
 from recipe.settings.arguments import parse_arguments
-from recipe.settings.training import OptimizerOptions
-from tests.engine_runs import Case, accumulate, ds_config, join_shards, make_mesh, model_with, slow, weight_shards
-from tests.exports import FakeTokenizer, read_export
+from tests.engine_runs import (
+    Case,
+    accumulate,
+    ds_config,
+    join_shards,
+    make_mesh,
+    model_with,
+    optimizer_for,
+    slow,
+    start_engine,
+    weight_shards,
+)
+from tests.exports import export_engine, read_export
 from tests.ranks import run_ranks
 from tests.referee import (
+    CLIPPED,
+    FP32_ATOL,
     Tensors,
-    Training,
     assert_all_match,
     full_state,
     mixed_config,
     random_batch,
     referee_model,
+    referee_run,
     tiny_config,
 )
 from tests.training import train_on_ranks, write_inputs
 
 ROUTER = r"mlp\.gate\."
 LOWEST = (ROUTER, "embed_tokens", r"layers\.0\.")  # nothing below the second block asks for a gradient
-NUM_STEPS, LEARNING_RATE, MAX_GRAD_NORM = 3, 1e-3, 0.2
-ADAM = OptimizerOptions(
-    learning_rate=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1, max_grad_norm=MAX_GRAD_NORM
-)
 AUXILIARY = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
 
 
@@ -42,9 +50,8 @@ def test_r_ft_06_a_pattern_without_a_parameter_is_refused() -> None:
         freeze_parameters(model_of(tiny_config()), ["lm_head", "mlp.router"])
     with pytest.raises(ValueError, match=r"'\(' is not a regular expression: missing \)"):
         freeze_parameters(model_of(tiny_config()), ["("])
-    with pytest.raises(
-        ValueError, match=r"'lm_head' is found in lm_head\.weight alone, which is tied to the embedding"
-    ):
+    tied = r"'lm_head' is found in lm_head\.weight alone, which is tied to the embedding"
+    with pytest.raises(ValueError, match=tied):
         freeze_parameters(model_of(tiny_config(tie_word_embeddings=True)), ["lm_head"])
 
 
@@ -74,55 +81,30 @@ def test_r_ft_06_the_balance_loss_reaches_what_is_below_a_frozen_router() -> Non
     assert torch.equal(gradients[0][above], gradients[1][above])
 
 
-def referee(patterns: tuple[str, ...]) -> tuple[list[float], Tensors]:
-    """Norms and final weights of one plain process."""
-    model = model_of(mixed_config(**AUXILIARY))
-    freeze_parameters(model, patterns)
-    optimizer = build_optimizer(model, ADAM)
-    norms = []
-    for step in range(NUM_STEPS):
-        batch = random_batch(seed=step)
-        model(input_ids=batch.ids, labels=batch.labels).loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def start_frozen(case: Case, patterns: tuple[str, ...]) -> Any:
-    from recipe.engine.engine import Engine
-
-    config = mixed_config(**AUXILIARY)
-    model = model_with(config, full_state(config), make_mesh(config, case))
-    freeze_parameters(model, patterns)
-    settings = ds_config(case, Training(max_grad_norm=MAX_GRAD_NORM))
-    return Engine(model, ds_config=settings, optimizer=build_optimizer(model, ADAM))
-
-
 def train_frozen(
     rank: int, world_size: int, case: Case, patterns: tuple[str, ...], folder: Path
 ) -> tuple[list[float], Tensors]:
-    """Norms and weight shards after steps with a save and a resume in between, the replicas checked; exports them."""
+    """Return norms and weight shards after steps with a resume in between, replicas checked; export the weights."""
     from recipe.checkpoint.native import load_native, save_native
-    from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.shared.ranks import TorchRanks
     from recipe.train.replicas import check_replicas
 
-    engine, norms = start_frozen(case, patterns), []
-    for step in range(NUM_STEPS):
+    config = mixed_config(**AUXILIARY)
+    state, norms = full_state(config), []
+    engine = start_engine(config, state, case, frozen=patterns)
+    for step in range(CLIPPED.num_steps):
         if step == 2:
             save_native(engine, folder / "native", rank_state={})
             torch.distributed.barrier()
-            engine = start_frozen(case, patterns)
+            engine = start_engine(config, state, case, frozen=patterns)
             load_native(engine, folder / "native")
         accumulate(engine, random_batch(seed=step), case)
-        norms.append(engine.update(learning_rate=LEARNING_RATE))
+        norms.append(engine.update(learning_rate=CLIPPED.learning_rate))
         check_replicas(engine, TorchRanks())
     owned = sum(p.numel() for group in engine.ds.optimizer.param_groups for p in group["params"])
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters() if p.requires_grad)
     assert owned <= -(-trained // case.dp) + 8 * case.dp, "the optimizer holds something frozen"
-    options = ExportOptions("qwen3_moe", torch.float32)
-    export_hugging_face(engine, folder / "hf", tokenizer=FakeTokenizer(), options=options, ranks=TorchRanks())
+    export_engine(engine, folder / "hf", hf_format="qwen3_moe")
     return norms, weight_shards(engine)
 
 
@@ -141,12 +123,13 @@ def test_r_ft_06_what_is_frozen_stays_and_the_rest_trains(
 ) -> None:
     config = mixed_config(**AUXILIARY)
     before = full_state(config)
-    want_norms, want = referee(patterns)
-    by_rank = run_ranks(train_frozen, case.dp * case.tp, case, patterns, tmp_path)
+    batches = [random_batch(seed=step) for step in range(CLIPPED.num_steps)]
+    want = referee_run(config, before, batches=batches, training=CLIPPED, own=True, frozen=patterns)
+    by_rank = run_ranks(train_frozen, case.num_ranks, case, patterns, tmp_path)
     got = join_shards([weights for _, weights in by_rank], config, case)
-    assert want_norms[0] > MAX_GRAD_NORM
-    torch.testing.assert_close(by_rank[0][0], want_norms, atol=1e-5, rtol=0)
-    assert_all_match(got, want)
+    assert want.curves.norms[0] > CLIPPED.max_grad_norm
+    torch.testing.assert_close(by_rank[0][0], want.curves.norms, atol=FP32_ATOL, rtol=0)
+    assert_all_match(got, want.weights)
     model = model_of(config)
     freeze_parameters(model, patterns)
     for name, parameter in model.named_parameters():
@@ -185,7 +168,7 @@ def refuse_adapters(rank: int, world_size: int) -> list[str]:
             model(input_ids=random_batch().ids, use_cache=False)
         said.append(str(caught.value).split(",")[0])
         with pytest.raises(ValueError, match=r"none of the model's own, among them \['model\.layers\.0\.") as caught:
-            Engine(model, ds_config=ds_config(case, Training()), optimizer=build_optimizer(model, ADAM))
+            Engine(model, ds_config=ds_config(case), optimizer=optimizer_for(model, CLIPPED))
         said.append(str(caught.value))
     return said
 
