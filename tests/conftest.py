@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _left_out(config: pytest.Config) -> list[str]:
-    """Return the markers that this call leaves out. An -m of the user's would replace one in addopts, hence not there."""
+    """Return the markers this call leaves out. An -m of the user's would replace one in addopts, hence not there."""
     return [marker for marker in config.getini("left_out") if marker not in config.getoption("markexpr")]
 
 

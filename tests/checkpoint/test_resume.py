@@ -5,7 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.engine_runs import Case, make_micro_batches, start_engine
 from tests.ranks import RankError, run_ranks

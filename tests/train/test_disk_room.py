@@ -15,7 +15,8 @@ from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.manifest import file_sizes
 from recipe.shared.ranks import OneRank
 from recipe.train.disk_room import more_at_a_time, saves_to_come
-from tests.engine_runs import Case, make_micro_batches, slow, start_engine
+from tests.engine_runs import Case, slow, start_engine, train_steps
+from tests.exports import export_engine
 from tests.ranks import run_ranks
 from tests.referee import full_state, tiny_config
 from tests.training import Flags, train_on_ranks, write_ds_config, write_inputs
@@ -43,9 +44,7 @@ def _sizes(rank: int, world_size: int, cases: list[Case], folder: Path) -> list[
     """Per case: the estimate before anything was trained, and after a step."""
     from recipe.checkpoint.native import save_native
     from recipe.checkpoint.size_estimate import estimate_size
-    from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.shared.ranks import TorchRanks
-    from tests.exports import FakeTokenizer
 
     config = tiny_config(hidden_size=128, moe_intermediate_size=256, vocab_size=999, head_dim=32, num_hidden_layers=1)
     state, ranks, estimates = full_state(config), TorchRanks(), []
@@ -53,14 +52,11 @@ def _sizes(rank: int, world_size: int, cases: list[Case], folder: Path) -> list[
         engine = start_engine(config, state, case)
         dtype = torch.bfloat16 if case.bf16 else torch.float32
         before = estimate_size(engine, hf_dtype=dtype, ranks=ranks)
-        batches = make_micro_batches(config, case, step=0, dp_rank=engine.mesh.dp_rank)
-        engine.accumulate(batches, counts=engine.count(batches))
-        engine.update(learning_rate=1e-3)
+        train_steps(engine, config, case, range(1))
         place = folder / name_of(case)
         place.mkdir(exist_ok=True)
         save_native(engine, place, rank_state={})
-        options = ExportOptions("auto", dtype)
-        export_hugging_face(engine, place / "hf", tokenizer=FakeTokenizer(), options=options, ranks=ranks)
+        export_engine(engine, place / "hf", dtype=dtype)
         estimates.append((before, estimate_size(engine, hf_dtype=None, ranks=ranks)))
     return estimates
 
