@@ -45,7 +45,8 @@ def model_of(config: Any) -> Any:
     return referee_model(config, full_state(config), own=True)
 
 
-def test_r_ft_06_a_pattern_without_a_parameter_is_refused() -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_a_pattern_without_a_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'mlp.router' is found in none of the 21 parameters' names, .* like model\."):
         freeze_parameters(model_of(tiny_config()), ["lm_head", "mlp.router"])
     with pytest.raises(ValueError, match=r"'\(' is not a regular expression: missing \)"):
@@ -55,7 +56,8 @@ def test_r_ft_06_a_pattern_without_a_parameter_is_refused() -> None:
         freeze_parameters(model_of(tiny_config(tie_word_embeddings=True)), ["lm_head"])
 
 
-def test_r_ft_06_the_flag_is_checked_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_the_flag_is_checked_before_anything_starts(tmp_path: Path) -> None:
     import run_pretrain
 
     flags = write_inputs(tmp_path) | {"freeze_parameters": "mlp.router"}
@@ -65,7 +67,8 @@ def test_r_ft_06_the_flag_is_checked_before_anything_starts(tmp_path: Path) -> N
     assert parse_arguments(words).freeze_parameters == (ROUTER, "embed_tokens")
 
 
-def test_r_ft_06_the_balance_loss_reaches_what_is_below_a_frozen_router() -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_the_balance_loss_reaches_what_is_below_a_frozen_router() -> None:
     gradients = []
     for coefficient in (0.0, 0.5):
         model = model_of(mixed_config(router_aux_loss_coef=coefficient))
@@ -118,9 +121,8 @@ def train_frozen(
         slow(Case(tp=2, ep=1, stage=3, checkpointing=True), (ROUTER, "norm")),
     ],
 )
-def test_r_ft_06_what_is_frozen_stays_and_the_rest_trains(
-    case: Case, patterns: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_what_is_frozen_stays_and_the_rest_trains(case: Case, patterns: tuple[str, ...], tmp_path: Path) -> None:
     config = mixed_config(**AUXILIARY)
     before = full_state(config)
     batches = [random_batch(seed=step) for step in range(CLIPPED.num_steps)]
@@ -142,7 +144,8 @@ def test_r_ft_06_what_is_frozen_stays_and_the_rest_trains(
 
 
 @pytest.mark.slow
-def test_r_ft_06_a_whole_run_with_frozen_routers(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_a_whole_run_with_frozen_routers(tmp_path: Path) -> None:
     """By the flag, in bf16."""
     flags = write_inputs(tmp_path) | {"freeze_parameters": ROUTER, "bf16": True, "max_steps": 3, "save_steps": 1}
     _, said = run_ranks(train_on_ranks, 2, flags)[0]
@@ -173,7 +176,8 @@ def refuse_adapters(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_r_ft_01_a_model_that_ranks_share_refuses_adapters_of_every_part() -> None:
+@pytest.mark.requirement("R-FT-01")
+def test_a_model_that_ranks_share_refuses_adapters_of_every_part() -> None:
     for said in run_ranks(refuse_adapters, 2):
         assert said[::2] == [
             "a GatherMoeRouter was replaced by ParamWrapper",

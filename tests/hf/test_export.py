@@ -20,7 +20,17 @@ from tests.engine_runs import Case, accumulate, make_mesh, slow, start_engine
 from tests.exports import CONFIGS, export, export_engine, open_in_clean_process, read_export, run_export, sample_ids
 from tests.hub_samples import save_tokenizer
 from tests.ranks import RankError, run_ranks, with_libraries
-from tests.referee import FP32_ATOL, Batch, Tensors, full_state, random_batch, referee_loss, referee_model, tiny_config
+from tests.referee import (
+    FP32_ATOL,
+    LOGITS_ATOL,
+    Batch,
+    Tensors,
+    full_state,
+    random_batch,
+    referee_loss,
+    referee_model,
+    tiny_config,
+)
 from tests.training import train_on_ranks, write_ds_config, write_inputs
 
 MODELING = Path(__file__).parents[2] / "modeling"
@@ -41,12 +51,13 @@ assert "modeling" not in sys.modules and "recipe" not in sys.modules
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_r_ckpt_14_automodel_opens_every_type_in_a_clean_process(name: str, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-14")
+def test_automodel_opens_every_type_in_a_clean_process(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     state = run_export(name, Case(dp=2, tp=2, ep=2, stage=2), folder)
     kind, logits, generated = open_in_clean_process(folder, sample_ids(), tmp_path, native=name == "gather_moe")
     ours = referee_model(CONFIGS[name](), state, own=True).eval()
-    torch.testing.assert_close(logits, ours(sample_ids()).logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits, ours(sample_ids()).logits, atol=LOGITS_ATOL, rtol=0)
     torch.testing.assert_close(generated, ours.generate(sample_ids()[:1, :3], max_new_tokens=5, do_sample=False))
     architectures = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM"}
     assert kind == architectures.get(name, "GatherMoeForCausalLM")
@@ -59,7 +70,8 @@ def test_r_ckpt_14_automodel_opens_every_type_in_a_clean_process(name: str, tmp_
 
 
 @pytest.mark.slow
-def test_r_ckpt_14_a_native_folder_is_fine_tuned_and_saved_with_its_code_in_a_clean_process(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-14")
+def test_a_native_folder_is_fine_tuned_and_saved_with_its_code_in_a_clean_process(tmp_path: Path) -> None:
     folder, tuned = tmp_path / "hf", tmp_path / "tuned"
     run_export("gather_moe", Case(), folder)
     _, want, _ = open_in_clean_process(folder, sample_ids(), tmp_path, native=True, tuned=tuned)
@@ -86,7 +98,8 @@ def needed_code() -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [Case(dp=2, tp=2, ep=1, stage=2), Case(dp=2, tp=2, ep=2, stage=3), Case(tp=4, ep=2)])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_r_ckpt_05_and_06_every_tensor_is_written_once_and_equal(name: str, case: Case, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-05", "R-CKPT-06")
+def test_every_tensor_is_written_once_and_equal(name: str, case: Case, tmp_path: Path) -> None:
     state = run_export(name, case, tmp_path / "hf")
     want: Tensors = {}
     for key, tensor in state.items():
@@ -108,9 +121,8 @@ def test_r_ckpt_05_and_06_every_tensor_is_written_once_and_equal(name: str, case
         slow(False, Case(tp=4, ep=4, stage=1)),
     ],
 )
-def test_r_ckpt_13_and_15_tied_tables_are_written_once_and_without_padding(
-    tied: bool, case: Case, tmp_path: Path
-) -> None:
+@pytest.mark.requirement("R-CKPT-13", "R-CKPT-15")
+def test_tied_tables_are_written_once_and_without_padding(tied: bool, case: Case, tmp_path: Path) -> None:
     """51 entries over 4 ranks are 52 rows in training."""
     config = tiny_config(qk_norm="head", vocab_size=51, tie_word_embeddings=tied)
     state, folder = full_state(config), tmp_path / "hf"
@@ -135,7 +147,8 @@ def test_a_stock_type_that_cannot_say_everything_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", [None, False, True])
-def test_r_ckpt_06_zero_3_saves_a_complete_model_whatever_deepspeeds_flag_says(flag: Any, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-06")
+def test_zero_3_saves_a_complete_model_whatever_deepspeeds_flag_says(flag: Any, tmp_path: Path) -> None:
     zero: dict[str, Any] = {"stage": 3}
     if flag is not None:
         zero["stage3_gather_16bit_weights_on_model_save"] = flag
@@ -147,12 +160,13 @@ def test_r_ckpt_06_zero_3_saves_a_complete_model_whatever_deepspeeds_flag_says(f
 
 
 @pytest.mark.slow
-def test_r_ckpt_07_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-07")
+def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
     """Trained at (2, 2), exported, opened by transformers: the same evaluation loss as the run itself reported."""
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 2, "ep": 2}) | {"max_steps": 20}
     results, _ = run_ranks(train_on_ranks, 4, flags)[0]
     loss = run_ranks(stock_evaluation, 1, tmp_path)[0]
-    assert abs(loss - results["evaluation"]["eval_loss"]) < 1e-4
+    assert abs(loss - results["evaluation"]["eval_loss"]) < LOGITS_ATOL
 
 
 def stock_evaluation(rank: int, world_size: int, folder: Path) -> float:
@@ -183,7 +197,8 @@ def export_both(rank: int, world_size: int, config: GatherMoeConfig, state: Tens
         export_engine(engine, root / str(dtype), dtype=dtype)
 
 
-def test_r_ckpt_16_an_export_has_the_precision_asked_for_and_float32_is_the_masters(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-16")
+def test_an_export_has_the_precision_asked_for_and_float32_is_the_masters(tmp_path: Path) -> None:
     config = tiny_config()
     run_ranks(export_both, 2, config, full_state(config), tmp_path)
     found = {}
@@ -212,7 +227,8 @@ def export_with_tokenizer(rank: int, world_size: int, root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_r_ckpt_14_tokenizer_chat_template_and_generation_travel_to_a_clean_process(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-14")
+def test_tokenizer_chat_template_and_generation_travel_to_a_clean_process(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer", chat_template=CHAT)
     run_ranks(export_with_tokenizer, 1, tmp_path)
     for hf_format in ("native", "auto"):

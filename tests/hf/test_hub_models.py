@@ -71,15 +71,11 @@ def test_what_is_here_wins_over_the_hub(
     )
 
 
+GATED = "is gated on the hub: ask for access at https://huggingface.co/someone/tiny, then log in with"
+PRIVATE = "has no model someone/tiny; if it is a private one, log in with `hf auth login` or"
 REASONS = [
-    (
-        errors.GatedRepoError,
-        "is gated on the hub: ask for access at https://huggingface.co/someone/tiny, then log in with",
-    ),
-    (
-        errors.RepositoryNotFoundError,
-        "has no model someone/tiny; if it is a private one, log in with `hf auth login` or",
-    ),
+    (errors.GatedRepoError, GATED),
+    (errors.RepositoryNotFoundError, PRIVATE),
     (errors.RevisionNotFoundError, "someone/tiny on the hub has no revision v9"),
     (errors.RemoteEntryNotFoundError, "someone/tiny at revision v9 on the hub has no config.json"),
     (errors.HfHubHTTPError, "cannot be fetched from the hub https://huggingface.co: HfHubHTTPError: a long answer"),

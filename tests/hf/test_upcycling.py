@@ -19,7 +19,7 @@ from recipe.settings.model import read_model
 from tests.engine_runs import Case, accumulate, ds_config, join_shards, make_mesh, optimizer_for, slow
 from tests.hub_samples import make_model
 from tests.ranks import run_ranks
-from tests.referee import Batch, Training, random_batch
+from tests.referee import FP32_ATOL, Batch, Training, random_batch
 
 UPCYCLE: dict[str, Any] = {"upcycle_num_experts": 4, "upcycle_top_k": 2}
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -90,7 +90,7 @@ def test_the_first_loss_is_the_dense_models_and_each_rank_reads_its_part(dense: 
     want = {kind: dense_loss(dense / kind, batch) for kind in DENSE}
     for rank, found in enumerate(run_ranks(first_losses, case.tp, folders, case, batch)):
         for kind, (loss, num_bytes) in found.items():
-            assert abs(loss - want[kind]) < 1e-5, kind
+            assert abs(loss - want[kind]) < FP32_ATOL, kind
             assert num_bytes == expected_bytes(dense / kind, case, rank), kind
 
 

@@ -73,7 +73,8 @@ def name_of(case: Case) -> str:
         slow(2, 2, [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]),
     ],
 )
-def test_r_ckpt_10_the_estimate_is_within_a_tenth_of_a_real_checkpoint(
+@pytest.mark.requirement("R-CKPT-10")
+def test_the_estimate_is_within_a_tenth_of_a_real_checkpoint(
     dp: int, tp: int, kinds: list[tuple[int, bool]], tmp_path: Path
 ) -> None:
     cases = [Case(dp=dp, tp=tp, ep=tp, stage=stage, bf16=bf16) for stage, bf16 in kinds]
@@ -113,7 +114,8 @@ def refused(rank: int, world_size: int, flags: Flags) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("small_disk", [1024], indirect=True)
-def test_r_ckpt_10_start_up_refuses_a_disk_that_is_too_small(small_disk: Path, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-10")
+def test_start_up_refuses_a_disk_that_is_too_small(small_disk: Path, tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"output_dir": small_disk / "run", "save_steps": 2, "save_total_limit": 1}
     code, text = run_ranks(refused, 1, flags)[0]
     assert code == 16
@@ -193,7 +195,8 @@ def train_until_full(rank: int, world_size: int, flags: Flags, *, disk: Path, mo
     ("moment", "in_background", "last_steps"),
     [("before", False, [4]), ("within", False, [4]), ("within", True, [5, 6])],  # heard at the end of a step
 )
-def test_r_ckpt_10_a_disk_that_fills_up_after_the_first_save_leaves_it_usable(
+@pytest.mark.requirement("R-CKPT-10")
+def test_a_disk_that_fills_up_after_the_first_save_leaves_it_usable(
     moment: str, in_background: bool, last_steps: list[int], small_disk: Path, tmp_path: Path
 ) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1})

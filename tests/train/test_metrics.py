@@ -59,7 +59,8 @@ def _record(ranks: list[Totals], *, tp: int = 1, elapsed_s: float = 0.5, peak_fl
         ([([4, 1], [1, 3]), ([2], [4])], (4 + 3 + 8) / 8),
     ],
 )
-def test_r_log_01_loss_is_over_all_micro_batches_and_ranks_weighted_by_tokens(ranks: Any, loss: float) -> None:
+@pytest.mark.requirement("R-LOG-01")
+def test_loss_is_over_all_micro_batches_and_ranks_weighted_by_tokens(ranks: Any, loss: float) -> None:
     assert _record([_meter_of(*rank) for rank in ranks]).loss == loss
 
 
@@ -70,7 +71,8 @@ def test_a_step_without_targets_has_no_loss() -> None:
 
 
 @pytest.mark.parametrize(("tp", "samples"), [(2, [5, 5]), (1, [5]), (1, [2, 3]), (2, [2, 2, 3, 3])])
-def test_r_log_02_tokens_count_once_per_group(tp: int, samples: list[int]) -> None:
+@pytest.mark.requirement("R-LOG-02")
+def test_tokens_count_once_per_group(tp: int, samples: list[int]) -> None:
     ranks = [_meter_of([1.0], [num_tokens]) for num_tokens in samples]
     assert combine_ranks(ranks, tp=tp).num_tokens == 5
     assert _record(ranks, tp=tp, elapsed_s=0.5).tokens_per_s == 10.0
@@ -82,7 +84,8 @@ def test_flops_and_mfu_follow_from_tokens_per_second() -> None:
     assert record.mfu == 127_872 * 16 / 2 / 1e8
 
 
-def test_r_log_04_aux_loss_is_the_mean_over_moe_layers() -> None:
+@pytest.mark.requirement("R-LOG-04")
+def test_aux_loss_is_the_mean_over_moe_layers() -> None:
     """Four layers of which two are MoE; the mean is over two, and over micro-batches by their tokens."""
     meter = StepMeter()
     for aux, num_tokens in ((1.0, 16), (3.0, 48)):
@@ -106,7 +109,8 @@ def test_r_log_04_aux_loss_is_the_mean_over_moe_layers() -> None:
     assert moe_layer_mean([1.0, 1.0]) == 1.0
 
 
-def test_r_log_04_without_moe_layers_the_metrics_are_absent() -> None:
+@pytest.mark.requirement("R-LOG-04")
+def test_without_moe_layers_the_metrics_are_absent() -> None:
     values = _record([_meter_of([1.0], [16])]).as_dict()
     assert not {"aux_loss", "z_loss", "rho", "dead_experts", "router_entropy", "rank_rho"} & set(values)
     assert moe_layer_mean([]) is None

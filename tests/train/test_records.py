@@ -69,7 +69,8 @@ def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
         assert _lines(tmp_path)[1] == {"step": 1, "eval_loss": 2.0, "perplexity": math.exp(2.0)}
 
 
-def test_r_log_01_console_file_and_tracker_show_the_same_number(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LOG-01")
+def test_console_file_and_tracker_show_the_same_number(tmp_path: Path) -> None:
     record = _record(1, loss=5.0)
     with MetricsWriter(tmp_path, after_step=None, tensorboard=True, say=print) as writer:
         writer.write(record)

@@ -71,7 +71,8 @@ def test_two_ranks_under_the_launcher_train_log_and_save(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_r_launch_04_plain_python_is_a_run_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_plain_python_is_a_run_of_one_process(tmp_path: Path) -> None:
     done = run_main(words_of(write_inputs(tmp_path) | {"max_steps": 2}), tmp_path)
     assert done.returncode == 0, done.stdout
     assert "layout: dp=1 tp=1 ep=1 etp=1" in done.stdout
@@ -86,7 +87,8 @@ def check_mistake(done: Any, *messages: str, code: int = 2) -> None:
 
 
 @pytest.mark.slow
-def test_r_cfg_06_every_mistake_is_listed_once_and_all_ranks_end(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CFG-06")
+def test_every_mistake_is_listed_once_and_all_ranks_end(tmp_path: Path) -> None:
     """Layout, sizes and unknown keys, in one message from rank 0, before anything is started or written."""
     flags = write_inputs(tmp_path) | {"block_size": 15, "per_device_train_batch_size": 1}
     flags |= write_ds_config(tmp_path, parallel={"tp": 2, "ep": 4}, gradient_cliping=0.25)
@@ -127,7 +129,8 @@ def test_mistakes_end_in_one_message(tmp_path: Path, changes: dict[str, Any], me
         ({"RANK": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE is not set, but RANK=0 LOCAL_RANK=0 is"),
     ],
 )
-def test_r_launch_04_an_odd_variable_is_named(tmp_path: Path, variables: dict[str, str], message: str) -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_an_odd_variable_is_named(tmp_path: Path, variables: dict[str, str], message: str) -> None:
     check_mistake(run_main(words_of(write_inputs(tmp_path)), tmp_path, **variables), message)
 
 
