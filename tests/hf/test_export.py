@@ -270,8 +270,12 @@ def measure(rank: int, store: Path, root: Path, answers: Any) -> None:
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
-    config, ranks = tiny_config(**LARGE), TorchRanks()
-    for dtype, ep in PRECISIONS.items():
+    ranks = TorchRanks()
+    # A small model first, so that a process that was forked has the pages of the libraries it needs.
+    for config, dtype, ep in (
+        (tiny_config(), "warm-up", NUM_RANKS),
+        *((tiny_config(**LARGE), *precision) for precision in PRECISIONS.items()),
+    ):
         mesh = make_mesh(config, Case(tp=NUM_RANKS, ep=ep))
         with no_init_weights():
             model = GatherMoeForCausalLM(config, mesh=mesh)
@@ -281,13 +285,18 @@ def measure(rank: int, store: Path, root: Path, answers: Any) -> None:
         folder, sink = root / dtype, WriteNow()
         ranks.barrier()
         before_bytes = reset_peak()
-        options = {"model_type": "mixtral", "dtype": getattr(torch, dtype), "max_file_bytes": MAX_FILE_BYTES}
+        options = {
+            "model_type": "mixtral",
+            "dtype": getattr(torch, dtype, torch.float32),
+            "max_file_bytes": MAX_FILE_BYTES,
+        }
         write_weights(folder, source=source, files=sink, **options)
         writing_bytes = peak() - before_bytes
         files = [path.stat().st_size for path in folder.glob(f"part-{rank:05d}-*")]
         before_bytes = reset_peak()
         complete(sink, ranks=ranks)
-        answers.put((rank, dtype, Growth(writing_bytes, peak() - before_bytes, files)))
+        if dtype in PRECISIONS:
+            answers.put((rank, dtype, Growth(writing_bytes, peak() - before_bytes, files)))
     dist.destroy_process_group()
 
 
@@ -310,7 +319,7 @@ def status(key: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rank_holds_one_file_and_one_gathered_tensor(tmp_path: Path) -> None:
     """However large a model is, exporting takes memory for these alone; seen in fresh processes."""
-    for dtype in PRECISIONS:
+    for dtype in ("warm-up", *PRECISIONS):
         (tmp_path / dtype).mkdir()
     context = with_libraries()
     answers = context.Queue()
