@@ -6,14 +6,11 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from .layout import STRATEGIES, ModelSizes
+from .layout import ModelSizes
 
 QK_NORMS = ("none", "head", "full")
 BALANCE_SCOPES = ("sequence", "micro_batch", "global_batch")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
-EXPERTS_BACKENDS = ("auto", "loop", "grouped", "triton")
-COMBINE_DTYPES = ("auto", "float32")
-TOKEN_DTYPES = ("auto", "float8_e4m3")
 
 
 @strict
@@ -37,14 +34,6 @@ class GatherMoeConfig(PreTrainedConfig):
     capacity_factor        an expert takes so many times its even share of a training micro-batch, the rest is dropped
                            (Switch, 2101.03961, §2.2); None for no limit
     router_jitter_noise    half width of the uniform noise that a router's input is multiplied by in training
-    strategy               how tokens meet experts that several ranks share, see dispatch.py; "auto" is what sends least
-    experts_backend        "auto" is "loop" on CPU; on a GPU "grouped", or "triton" where that would wait for the host
-    overlap                transfers between the ranks are cut in chunks that travel while others are worked on
-    overlap_chunks         how many; None is as many as pay (cost.py)
-    regather               gathered tokens are gathered again in the backward instead of kept
-    token_dtype            in which tokens travel to the experts: "auto" is the model's, or "float8_e4m3" (fp8.py)
-    resident_experts       slots on every rank for copies of other ranks' experts, see expert_copies.py; 0 is none
-    combine_dtype          in which the ranks' parts of the experts' sums travel: "auto" is the model's, or "float32"
     """
 
     model_type = "gather_moe"
@@ -86,14 +75,6 @@ class GatherMoeConfig(PreTrainedConfig):
     balance_bias_update_rate: float | int = 0.0
     capacity_factor: float | int | None = None
     router_jitter_noise: float | int = 0.0
-    experts_backend: str = "auto"
-    strategy: str = "gather_tokens"
-    overlap: bool = False
-    overlap_chunks: int | None = None
-    regather: bool = False
-    token_dtype: str = "auto"
-    combine_dtype: str = "auto"
-    resident_experts: int = 0
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -149,10 +130,6 @@ def _check_choices(config: GatherMoeConfig) -> None:
         "qk_norm": QK_NORMS,
         "balance_scope": BALANCE_SCOPES,
         "score_function": SCORE_FUNCTIONS,
-        "experts_backend": EXPERTS_BACKENDS,
-        "strategy": STRATEGIES,
-        "token_dtype": TOKEN_DTYPES,
-        "combine_dtype": COMBINE_DTYPES,
         "hidden_act": ("silu",),
     }
     for name, allowed in choices.items():
@@ -162,10 +139,6 @@ def _check_choices(config: GatherMoeConfig) -> None:
 
 
 def _check_numbers(config: GatherMoeConfig) -> None:
-    if config.overlap_chunks is not None and config.overlap_chunks < 1:
-        raise ValueError(f"overlap_chunks={config.overlap_chunks} must be at least 1; None chooses")
-    if config.resident_experts < 0:
-        raise ValueError(f"resident_experts={config.resident_experts} must be at least 0, which makes no copies")
     if config.routed_scaling_factor <= 0:
         raise ValueError(f"routed_scaling_factor={config.routed_scaling_factor} must be above 0; 1 changes nothing")
     if config.balance_bias_update_rate < 0:
@@ -177,11 +150,6 @@ def _check_numbers(config: GatherMoeConfig) -> None:
         raise ValueError(f"capacity_factor={config.capacity_factor} must be above 0; None drops nothing")
     if not 0 <= config.router_jitter_noise <= 1:
         raise ValueError(f"router_jitter_noise={config.router_jitter_noise} must lie between 0, which is none, and 1")
-    if config.strategy != "gather_tokens" and (config.token_dtype, config.combine_dtype) != ("auto", "auto"):
-        raise ValueError(
-            f"token_dtype={config.token_dtype!r} and combine_dtype={config.combine_dtype!r} are for "
-            f"strategy='gather_tokens', not {config.strategy!r}; use 'auto' for both"
-        )
     if config.num_experts > 0 and not 1 <= config.num_experts_per_tok <= config.num_experts:
         raise ValueError(
             f"num_experts_per_tok={config.num_experts_per_tok} must lie between 1 and num_experts={config.num_experts}"

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from modeling.build import build_model
 from modeling.config import GatherMoeConfig
-from modeling.init import shard_table
+from modeling.execution import Execution
+from modeling.init import build_model, cut, join, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh
-from modeling.sharding import cut, join
 from tests.ranks import run_ranks
 from tests.referee import (
     CLIPPED,
@@ -49,6 +48,12 @@ class Case(NamedTuple):
     checkpointing: bool = False
     bf16: bool = False
     packed: bool = True
+    execution: Execution = Execution()
+
+    def __str__(self) -> str:
+        """Name what differs from the defaults."""
+        changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return " ".join(f"{name}={value}" for name, value in changed.items()) or "one rank"
 
     @property
     def num_ranks(self) -> int:
@@ -156,7 +161,7 @@ def start_engine(
     from recipe.engine.engine import Engine, freeze_parameters
 
     training.set_coefficients(config)
-    model = model_with(config, state, make_mesh(config, case))
+    model = model_with(config, state, make_mesh(config, case), execution=case.execution)
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     freeze_parameters(model, frozen)
@@ -168,9 +173,11 @@ def make_mesh(config: GatherMoeConfig, case: Case) -> ParallelMesh:
     return build_mesh(case.layout, num_key_value_heads=config.num_key_value_heads)
 
 
-def model_with(config: GatherMoeConfig, state: Tensors, mesh: ParallelMesh) -> Any:
+def model_with(
+    config: GatherMoeConfig, state: Tensors, mesh: ParallelMesh, *, execution: Execution | None = None
+) -> Any:
     """Build our model on this rank, holding its shards of `state`."""
-    model = build_model(config, mesh=mesh, seed=0)
+    model = build_model(config, mesh=mesh, execution=execution, seed=0)
     table = shard_table(config, mesh)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(cut(state[name], table.shard(name, tuple(state[name].shape), group_rank=mesh.group_rank)))

@@ -5,16 +5,17 @@ It is transformers' own class where one expresses the configuration, else our mo
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.build import build_model
 from modeling.config import GatherMoeConfig
+from modeling.execution import Execution
 from modeling.hf_keys import stock_type
-from modeling.init import normal_at
+from modeling.init import build_model, normal_at
 from modeling.mesh import one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 
@@ -58,6 +59,13 @@ def mixed_config(**changes: Any) -> GatherMoeConfig:
         "norm_topk_prob": False,
     }
     return tiny_config(**(values | changes))
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Execution]:
+    """Split options of both in one mapping into changes of a model's configuration and how it is executed."""
+    names = {option.name for option in fields(Execution)}
+    model = {name: value for name, value in options.items() if name not in names}
+    return model, Execution(**{name: value for name, value in options.items() if name in names})
 
 
 def full_state(config: GatherMoeConfig, *, scale: float = 3.0, seed: int = 1) -> Tensors:
@@ -145,7 +153,9 @@ class Outcome(NamedTuple):
     weights: Tensors
 
 
-def referee_model(config: GatherMoeConfig, state: Tensors, *, own: bool = False) -> torch.nn.Module:
+def referee_model(
+    config: GatherMoeConfig, state: Tensors, *, own: bool = False, execution: Execution | None = None
+) -> torch.nn.Module:
     """Build a stock transformers model with these weights, or ours without a mesh."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -153,7 +163,7 @@ def referee_model(config: GatherMoeConfig, state: Tensors, *, own: bool = False)
 
     kind = stock_type(config)
     if own or kind == "gather_moe":
-        model: Any = GatherMoeForCausalLM(config)
+        model: Any = GatherMoeForCausalLM(config, execution=execution)
     else:
         values = config_dict(config, model_type=kind, dtype="float32", tokens=SpecialTokens(None, None, None))
         values.pop("model_type")

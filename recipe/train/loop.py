@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from modeling.placement import place_experts
 from recipe.checkpoint.background import open_saver
 from recipe.checkpoint.commit import Save
 from recipe.checkpoint.count_experts import ExpertCounter
@@ -42,6 +41,7 @@ from recipe.train.metrics import (
     read_peak_memory_bytes,
 )
 from recipe.train.move_experts import move_experts
+from recipe.train.placement import place_experts
 from recipe.train.recording import StepRecorder
 from recipe.train.records import MetricsWriter, ProgressBar, describe_evaluation
 from recipe.train.replicas import check_replicas

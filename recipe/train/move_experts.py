@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from modeling.comm import RowSplits, all_to_all_rows
 from modeling.mesh import ParallelMesh
 from modeling.moe import GatherMoeSparseBlock
-from modeling.transfers import RowSplits, all_to_all_rows
 from recipe.checkpoint.native import link_moments, parts_in_place, read_training_state, write_training_state
 from recipe.engine.engine import Engine
 

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from modeling.hf_keys import STOCK_TYPES
-from modeling.placement import Placement, place_experts
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
 from recipe.checkpoint.expert_counts import ExpertCounts, read_expert_counts
 from recipe.checkpoint.folders import CHECKPOINTS_NAME, LATEST
@@ -26,6 +25,7 @@ from recipe.checkpoint.manifest import MANIFEST_NAME, file_faults, read_manifest
 from recipe.hf.config import NATIVE
 from recipe.hf.weights import INDEX_NAME
 from recipe.shared.errors import CheckpointBrokenError
+from recipe.train.placement import Placement, place_experts
 
 PLACEMENT_NAME = "placement.json"
 HF_NAME = "hf"  # as a checkpoint calls its Hugging Face folder; the code that writes it would bring DeepSpeed along

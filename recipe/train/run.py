@@ -27,12 +27,12 @@ from recipe.train.metrics import merge_meters
 
 # Details of a checkpoint in which a run may differ from the one that saved it: how far it is and shall go, who holds
 # what, and in which form it is stored. What changes the numbers of further steps is said.
-FREE_ON_RESUME = ("position", "tokens", "max_steps", "optimizer", "sequences_per_step", "format", *LAYOUT)
-# Entries of the model's configuration that say nothing about the function it computes.
-NOT_THE_MODEL = (
-    *("use_cache", "experts_backend", "strategy", "output_router_logits"),
-    *("overlap", "overlap_chunks", "regather", "combine_dtype", "resident_experts"),
+FREE_ON_RESUME = (
+    *("position", "tokens", "max_steps", "optimizer", "sequences_per_step", "format", *LAYOUT),
+    "model.token_dtype",  # in checkpoints of earlier versions, which took it for a part of the model
 )
+# Conveniences of transformers' that say nothing about the function a model computes.
+NOT_THE_MODEL = ("use_cache", "output_router_logits")
 
 
 @dataclass(frozen=True, kw_only=True)

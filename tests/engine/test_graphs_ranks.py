@@ -11,7 +11,7 @@ from recipe.engine.graphs import install_graphs
 from tests.emulated_graphs import EmulatedCapture
 from tests.engine_runs import ONE_RUN_S, Case, gradient_shards, micro_batches, slow, start_engine, weight_shards
 from tests.ranks import run_ranks
-from tests.referee import Tensors, Training, full_state, random_batch, tiny_config
+from tests.referee import Tensors, Training, full_state, random_batch, split_options, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_same_with_graphs(case: Case, **changes: Any) -> None:
-    config = tiny_config(**({"experts_backend": "grouped"} | changes))
+    options, execution = split_options({"experts_backend": "grouped"} | changes)
+    config, case = tiny_config(**options), case._replace(execution=execution)
     passes = TRAINING.num_steps * case.accumulation
     found = run_ranks(_differences, case.dp * case.tp, config, full_state(config), case, timeout_s=2 * ONE_RUN_S)
     blocks = 2 * config.num_hidden_layers

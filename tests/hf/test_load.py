@@ -56,8 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def load_all(rank: int, world_size: int, folders: Folders, layout: ParallelLayout) -> dict[str, tuple[int, int]]:
     """Load this rank's shards of every folder and compare them with the whole ones; bytes read, and of the shards."""
-    from modeling.init import shard_table
-    from modeling.sharding import cut
+    from modeling.init import cut, shard_table
 
     found = {}
     for name, (folder, config, state) in folders.items():
@@ -74,7 +73,7 @@ def load_all(rank: int, world_size: int, folders: Folders, layout: ParallelLayou
 
 def load(folder: Path, config: GatherMoeConfig, mesh: Any = None) -> tuple[Any, int]:
     """Build a model and load this rank's part of a folder's weights into it; the model, and the bytes read."""
-    from modeling.build import build_model
+    from modeling.init import build_model
     from recipe.hf.load import load_weights
 
     mesh = mesh or one_rank_mesh()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modeling.outputs import TokenSums
+from modeling.auxiliary import TokenSums
 from recipe.train.metrics import (
     StepMeter,
     StepRecord,

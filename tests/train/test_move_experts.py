@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from modeling.config import GatherMoeConfig
+from modeling.execution import Execution
 from modeling.init import stored_tensors
 from recipe.train.move_experts import move_experts, renumber
 from tests.engine_runs import Case, join_shards, slow, start_engine, train_steps
@@ -53,13 +54,16 @@ def trained_on(
     return loads, now, results
 
 
+COPIES = Execution(resident_experts=1)
+
+
 @pytest.mark.parametrize(
     ("case", "options"),
     [
         (Case(tp=2, ep=2, stage=2), {"router_bias": True, "balance_bias_update_rate": 0.01}),
-        slow(Case(tp=2, ep=2, stage=0), {"resident_experts": 1}),
+        slow(Case(tp=2, ep=2, stage=0, execution=COPIES), {}),
         slow(Case(dp=2, tp=2, ep=2, stage=1, accumulation=3), {}),
-        slow(Case(dp=2, tp=2, ep=2, stage=2), {"resident_experts": 1}),
+        slow(Case(dp=2, tp=2, ep=2, stage=2, execution=COPIES), {}),
         slow(Case(tp=4, ep=2, stage=1), {}),
         slow(Case(dp=2, tp=2, ep=2, stage=3, bf16=True), {}),
         slow(Case(dp=2, tp=2, ep=2, stage=1, bf16=True), {}),
