@@ -67,7 +67,8 @@ CUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CUTS, ids=str)
-def test_r_loss_01_every_target_weighs_the_same_however_the_batch_is_cut(case: Case) -> None:
+@pytest.mark.requirement("R-LOSS-01")
+def test_every_target_weighs_the_same_however_the_batch_is_cut(case: Case) -> None:
     config, state, batch = losses_of_two_and_one()
     want = referee_run(config, state, batches=[batch])
     assert want.curves.losses == pytest.approx([1.1], abs=1e-5)
@@ -90,7 +91,8 @@ def without_a_language_model(config: GatherMoeConfig) -> Tensors:
     [Case(), Case(tp=2, ep=2), Case(dp=2), slow(Case(dp=2, tp=2, ep=2))],
     ids=lambda case: f"dp{case.dp}-tp{case.tp}",
 )
-def test_r_loss_02_the_routers_gradient_does_not_depend_on_the_layout(case: Case, accumulation: int) -> None:
+@pytest.mark.requirement("R-LOSS-02")
+def test_the_routers_gradient_does_not_depend_on_the_layout(case: Case, accumulation: int) -> None:
     config = tiny_config()
     state, batches = without_a_language_model(config), [random_batch()]
     training = Training(balance_coef=0.1, z_coef=0.01)
@@ -105,7 +107,8 @@ def test_r_loss_02_the_routers_gradient_does_not_depend_on_the_layout(case: Case
 
 
 @pytest.mark.parametrize("case", [Case(tp=2, ep=2, stage=1), Case(dp=2, accumulation=2, stage=2)], ids=str)
-def test_r_loss_02_twice_the_coefficient_is_exactly_twice_the_gradient(case: Case) -> None:
+@pytest.mark.requirement("R-LOSS-02")
+def test_twice_the_coefficient_is_exactly_twice_the_gradient(case: Case) -> None:
     config = tiny_config()
     state = without_a_language_model(config)
     once, twice, balance_only = (
@@ -139,7 +142,8 @@ def _empty_step(
     [Case(), *(Case(tp=2, ep=2, stage=stage) for stage in STAGES), Case(dp=2, accumulation=2, stage=2)],
     ids=lambda case: f"dp{case.dp}-tp{case.tp}-zero{case.stage}",
 )
-def test_r_loss_03_a_batch_without_a_target_teaches_nothing(case: Case, chunk_bytes: int) -> None:
+@pytest.mark.requirement("R-LOSS-03")
+def test_a_batch_without_a_target_teaches_nothing(case: Case, chunk_bytes: int) -> None:
     config = tiny_config()
     state = full_state(config)
     by_rank = run_ranks(_empty_step, case.dp * case.tp, config, state, case, chunk_bytes)
@@ -152,7 +156,8 @@ def test_r_loss_03_a_batch_without_a_target_teaches_nothing(case: Case, chunk_by
 
 
 @pytest.mark.parametrize("output_logits", [True, False])
-def test_r_loss_03_a_loss_over_no_target_is_zero_and_not_a_mean_over_nothing(output_logits: bool) -> None:
+@pytest.mark.requirement("R-LOSS-03")
+def test_a_loss_over_no_target_is_zero_and_not_a_mean_over_nothing(output_logits: bool) -> None:
     config = tiny_config(router_aux_loss_coef=0.1)
     model = model_with(config, full_state(config), one_rank_mesh())
     ids = random_batch().ids
@@ -188,7 +193,8 @@ def smallest_model() -> GatherMoeConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
-def test_r_loss_05_a_thousand_micro_batches_do_not_lose_the_sum(stage: int, precision: str) -> None:
+@pytest.mark.requirement("R-LOSS-05")
+def test_a_thousand_micro_batches_do_not_lose_the_sum(stage: int, precision: str) -> None:
     settings = resolve(
         {"zero_optimization": {"stage": stage}, "bf16": {"enabled": precision == "bf16"}, "parallel": {"tp": 1}},
         "--per_device_train_batch_size=1",
@@ -205,7 +211,8 @@ def test_r_loss_05_a_thousand_micro_batches_do_not_lose_the_sum(stage: int, prec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
-def test_r_cfg_05_three_micro_batches_equal_one_big_batch(stage: int) -> None:
+@pytest.mark.requirement("R-CFG-05")
+def test_three_micro_batches_equal_one_big_batch(stage: int) -> None:
     config = tiny_config()
     state, batches = full_state(config), [random_batch(num_sequences=6)]
     training = Training(num_steps=2, max_grad_norm=0.2)
@@ -220,9 +227,8 @@ def test_r_cfg_05_three_micro_batches_equal_one_big_batch(stage: int) -> None:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_r_cfg_05_three_micro_batches_equal_one_big_batch_in_hugging_faces_trainer(
-    uneven: bool, tmp_path: Path
-) -> None:
+@pytest.mark.requirement("R-CFG-05")
+def test_three_micro_batches_equal_one_big_batch_in_hugging_faces_trainer(uneven: bool, tmp_path: Path) -> None:
     # Trainer tells the model how many targets a step has but not how many tokens, so that the share of an auxiliary
     # loss is a micro-batch's share of the targets.
     config = tiny_config(router_aux_loss_coef=0.0 if uneven else 0.1)

@@ -23,6 +23,7 @@ from tests.engine_runs import (
     weight_shards,
 )
 from tests.exports import export, read_export
+from tests.moe_layers import two_class_batch, two_expert_routing
 from tests.ranks import run_ranks
 from tests.referee import Batch, Tensors, Training, assert_all_match, full_state, random_batch, referee_run, tiny_config
 from tests.tuning import train_in_trainer
@@ -37,37 +38,9 @@ GROUPS = [
 ]
 
 
-def two_expert_routing() -> tuple[GatherMoeConfig, Tensors]:
-    """A model whose tokens below 25 all go to expert 0 and whose others all go to expert 1, in every layer.
-
-    Channel 0 carries the token's class, and neither attention nor experts write to it.
-    """
-    config = tiny_config(num_experts_per_tok=1, qk_norm="head", norm_topk_prob=False)
-    state = full_state(config)
-    state["model.embed_tokens.weight"][:25, 0] = 0.3
-    state["model.embed_tokens.weight"][25:, 0] = -0.3
-    for name, tensor in state.items():
-        if name.endswith("o_proj.weight"):
-            tensor[0] = 0
-        elif name.endswith("experts.down_proj"):
-            tensor[:, 0] = 0
-        elif name.endswith("mlp.gate.weight"):
-            tensor[2:] = 0
-            tensor[0], tensor[1] = 0.02 * tensor[0], 0.02 * tensor[1]
-            tensor[0, 0], tensor[1, 0] = 2, -2
-    return config, state
-
-
-def two_class_batch(*, first_class_first: bool, num_sequences: int = 4) -> Batch:
-    """Half of the sequences go to expert 0 only, the other half to expert 1 only; with two dp ranks, one half each."""
-    low = torch.randint(0, 25, (num_sequences // 2, 16), generator=torch.Generator().manual_seed(3))
-    parts = [low, low.flip(1) + 25]
-    ids = torch.cat(parts if first_class_first else parts[::-1])
-    return Batch(ids, ids.clone())
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_r_moe_01_an_experts_gradient_does_not_depend_on_which_rank_used_it(stage: int) -> None:
+@pytest.mark.requirement("R-MOE-01")
+def test_an_experts_gradient_does_not_depend_on_which_rank_used_it(stage: int) -> None:
     config, state = two_expert_routing()
     case, training = Case(dp=2, stage=stage), Training()
     batch, swapped = (two_class_batch(first_class_first=first) for first in (True, False))
@@ -94,7 +67,8 @@ def _order_of_gradients(rank: int, world_size: int, config: Any, state: Any, bat
     return arrived
 
 
-def test_r_moe_01_every_parameter_takes_part_in_an_order_that_routing_does_not_change() -> None:
+@pytest.mark.requirement("R-MOE-01")
+def test_every_parameter_takes_part_in_an_order_that_routing_does_not_change() -> None:
     config, state = two_expert_routing()
     batch = two_class_batch(first_class_first=True)
     orders = run_ranks(_order_of_gradients, 2, config, state, batch, Case(dp=2))
@@ -103,7 +77,8 @@ def test_r_moe_01_every_parameter_takes_part_in_an_order_that_routing_does_not_c
 
 
 @pytest.mark.parametrize("case", GROUPS, ids=lambda case: f"dp{case.dp}-tp{case.tp}-ep{case.ep}")
-def test_r_moe_02_expert_gradients_do_not_depend_on_the_layout(case: Case) -> None:
+@pytest.mark.requirement("R-MOE-02")
+def test_expert_gradients_do_not_depend_on_the_layout(case: Case) -> None:
     config = tiny_config()
     state, batch = full_state(config), random_batch()
     want = referee_run(config, state, batches=[batch])
@@ -141,7 +116,8 @@ def _clip_forced_gradients(
 @pytest.mark.parametrize(
     ("stage", "bf16"), [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)]
 )
-def test_r_moe_03_clipping_counts_expert_gradients(stage: int, bf16: bool) -> None:
+@pytest.mark.requirement("R-MOE-03")
+def test_clipping_counts_expert_gradients(stage: int, bf16: bool) -> None:
     config, case = tiny_config(), Case(tp=2, ep=2, stage=stage, bf16=bf16)
     # Weights of zero, so that the change in a weight is the gradient to the last bit.
     state = {name: torch.zeros_like(tensor) for name, tensor in full_state(config).items()}
@@ -188,7 +164,8 @@ def _resume_numbered_experts(rank: int, world_size: int, config: Any, state: Any
     ],
     ids=lambda case: f"dp{case.dp}-tp{case.tp}-ep{case.ep}-zero{case.stage}",
 )
-def test_r_moe_04_a_checkpoint_holds_every_expert_once_and_in_its_place(case: Case, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-MOE-04")
+def test_a_checkpoint_holds_every_expert_once_and_in_its_place(case: Case, tmp_path: Path) -> None:
     config, ranks = tiny_config(), case.dp * case.tp
     state = numbered_experts(config)
     run_ranks(export, ranks, config, state, case, tmp_path)
@@ -218,7 +195,8 @@ def _step_with_users_optimizer(
 
 
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
-def test_r_moe_05_one_step_of_a_users_optimizer_changes_every_parameter(stage: int) -> None:
+@pytest.mark.requirement("R-MOE-05")
+def test_one_step_of_a_users_optimizer_changes_every_parameter(stage: int) -> None:
     config, case = tiny_config(qk_norm="head"), Case(tp=2, ep=2, stage=stage)
     state = full_state(config)
     by_rank = run_ranks(_step_with_users_optimizer, 2, config, state, case)
@@ -241,12 +219,14 @@ def _step_with_forgotten_experts(rank: int, world_size: int, config: Any, state:
         Engine(model, ds_config=ds_config(case), optimizer=torch.optim.AdamW(stale))
 
 
-def test_r_moe_05_an_optimizer_of_discarded_experts_is_refused_by_name() -> None:
+@pytest.mark.requirement("R-MOE-05")
+def test_an_optimizer_of_discarded_experts_is_refused_by_name() -> None:
     config = tiny_config()
     run_ranks(_step_with_forgotten_experts, 2, config, full_state(config), Case(tp=2, ep=2))
 
 
-def test_r_moe_05_the_start_counts_parameters_by_kind() -> None:
+@pytest.mark.requirement("R-MOE-05")
+def test_the_start_counts_parameters_by_kind() -> None:
     from recipe.train.run import describe_parameters
 
     config = tiny_config()
@@ -259,7 +239,8 @@ def test_r_moe_05_the_start_counts_parameters_by_kind() -> None:
     )
 
 
-def test_r_moe_05_one_step_of_hugging_faces_trainer_changes_every_parameter(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-MOE-05")
+def test_one_step_of_hugging_faces_trainer_changes_every_parameter(tmp_path: Path) -> None:
     config = tiny_config(qk_norm="head")
     model = model_with(config, full_state(config), one_rank_mesh())
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -280,7 +261,8 @@ def _initial_shards(rank: int, world_size: int, config: Any, case: Case) -> Tens
 @pytest.mark.parametrize(
     "case", [Case(tp=2, ep=2), Case(tp=4, ep=4), Case(tp=4, ep=1), Case(dp=2, tp=2, ep=2)], ids=str
 )
-def test_r_moe_06_no_two_experts_or_shards_start_equal_and_replicas_do(case: Case) -> None:
+@pytest.mark.requirement("R-MOE-06")
+def test_no_two_experts_or_shards_start_equal_and_replicas_do(case: Case) -> None:
     from modeling.init import build_model
 
     config = tiny_config()
@@ -305,7 +287,8 @@ OVERLAPS = [(0, False), *((stage, overlap) for stage in (1, 2, 3) for overlap in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "overlap"), OVERLAPS)
-def test_r_moe_08_every_zero_stage_gives_the_same_curves(stage: int, overlap: bool) -> None:
+@pytest.mark.requirement("R-MOE-08")
+def test_every_zero_stage_gives_the_same_curves(stage: int, overlap: bool) -> None:
     config = tiny_config()
     state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
     zero = {"overlap_comm": overlap} if stage else {}
@@ -319,7 +302,8 @@ def test_r_moe_08_every_zero_stage_gives_the_same_curves(stage: int, overlap: bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "overlap"), OVERLAPS[1:])
-def test_r_moe_08_every_zero_stage_gives_the_same_curves_in_bf16(stage: int, overlap: bool) -> None:
+@pytest.mark.requirement("R-MOE-08")
+def test_every_zero_stage_gives_the_same_curves_in_bf16(stage: int, overlap: bool) -> None:
     config = tiny_config()
     state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
     training = Training(learning_rate=5e-3, num_steps=5, max_grad_norm=0.2, zero={"overlap_comm": overlap})
@@ -331,7 +315,8 @@ def test_r_moe_08_every_zero_stage_gives_the_same_curves_in_bf16(stage: int, ove
 
 
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
-def test_r_moe_09_ranks_may_route_to_different_experts(stage: int) -> None:
+@pytest.mark.requirement("R-MOE-09")
+def test_ranks_may_route_to_different_experts(stage: int) -> None:
     config, state = two_expert_routing()
     batch, training = two_class_batch(first_class_first=True), Training(num_steps=3)
     want = referee_run(config, state, batches=[batch], training=training)
@@ -341,7 +326,8 @@ def test_r_moe_09_ranks_may_route_to_different_experts(stage: int) -> None:
     assert_all_match(got.weights, want.weights)
 
 
-def test_r_moe_09_ranks_may_route_to_different_experts_in_bf16_under_zero_3() -> None:
+@pytest.mark.requirement("R-MOE-09")
+def test_ranks_may_route_to_different_experts_in_bf16_under_zero_3() -> None:
     config, state = two_expert_routing()
     batch, training = two_class_batch(first_class_first=True), Training(num_steps=3)
     want = referee_run(config, state, batches=[batch], training=training)
@@ -359,6 +345,7 @@ def _leaves(rank: int, world_size: int, config: Any, state: Any) -> list[str]:
     return [name for name, module in engine.model.named_modules() if z3_leaf_module(module)]
 
 
-def test_r_moe_09_the_model_declares_its_zero_3_leaves_itself() -> None:
+@pytest.mark.requirement("R-MOE-09")
+def test_the_model_declares_its_zero_3_leaves_itself() -> None:
     config = tiny_config()
     assert run_ranks(_leaves, 1, config, full_state(config)) == [["model.layers.0", "model.layers.1"]]
