@@ -1,4 +1,4 @@
-"""MoE layers with known weights and routing, alone by their definition and shared by ranks; models and batches of such."""
+"""MoE layers with known weights and routing, by their definition and shared by ranks; models and batches of such."""
 
 import functools
 import math
