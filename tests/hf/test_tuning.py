@@ -1,55 +1,47 @@
-"""transformers' Trainer and TRL's on exported folders: schedules resume, ZeRO-3 saves are whole, README's lines run."""
+"""Exported folders in use: Trainer, TRL, ZeRO-3 saves that are whole, padded batches, more tokens, README's lines."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
-from recipe.hf.fine_tuning import save_finetuned
-from tests.engine_runs import Tensors, assert_all_match, read_export
-from tests.hf.test_r_ft_adapters import FILE, adapters, ids, open_model, open_with_adapters
+from recipe.hf.fine_tuning import check_saved, save_finetuned
+from tests.engine_runs import Case
+from tests.exports import CONFIGS, export, read_export
+from tests.launching import ROOT
 from tests.ranks import run_ranks
+from tests.referee import LOGITS_ATOL, Tensors, assert_all_match, full_state, mixed_config, tiny_config
 from tests.training import train_on_ranks, write_inputs
+from tests.tuning import (
+    FILE,
+    Exported,
+    adapters,
+    ids,
+    open_model,
+    open_with_adapters,
+    plain_engine,
+    plain_settings,
+    trainer,
+    training_arguments,
+)
 
-ROOT = Path(__file__).parents[2]
-Exported = Callable[[str], Path]
-
-
-def training_arguments(folder: Path, **options: Any) -> Any:
-    from transformers import TrainingArguments
-
-    values: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(**values | options)
-
-
-def trainer(model: Any, arguments: Any) -> Any:
-    from transformers import Trainer
-
-    rows: Any = [{"input_ids": row, "labels": row} for row in ids()]
-    return Trainer(model=model, args=arguments, train_dataset=rows)
+PAD, VOCAB, ADDED = 0, 51, 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "gather_moe", "adapters"])
-def test_r_ckpt_03_in_trainer_the_schedule_goes_on(name: str, exported: Exported, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-03")
+def test_in_trainer_the_schedule_goes_on(name: str, exported: Exported, tmp_path: Path) -> None:
     """The model is opened from the checkpoint: of its files Trainer itself puts only those tensors back that it finds.
 
     Experts, whose files hold one by one what the model holds together, it would leave as they were.
@@ -72,7 +64,8 @@ def test_r_ckpt_03_in_trainer_the_schedule_goes_on(name: str, exported: Exported
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "gather_moe"])
-def test_r_ft_05_in_trainer_checkpointing_changes_no_adapter(name: str, exported: Exported, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-FT-05")
+def test_in_trainer_checkpointing_changes_no_adapter(name: str, exported: Exported, tmp_path: Path) -> None:
     tuned = []
     for options in ({}, {"gradient_checkpointing": True}):
         model = open_with_adapters(exported(name))
@@ -105,7 +98,7 @@ def test_trl_learns_completions_alone(name: str, exported: Exported, tmp_path: P
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     run.train()
     assert model.is_gradient_checkpointing
-    assert run.state.log_history[0]["loss"] == pytest.approx(want, abs=1e-4)
+    assert run.state.log_history[0]["loss"] == pytest.approx(want, abs=LOGITS_ATOL)
     assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters() if "experts" in key)
 
 
@@ -128,7 +121,7 @@ def trainers_state() -> Iterator[None]:
         os.environ.update(environment)
 
 
-def train_in_trainer(
+def train_under_zero(
     rank: int, world_size: int, folder: Path, out: Path, *, stage: int, flag: bool | None, with_adapters: bool
 ) -> None:
     """Two steps of Trainer under DeepSpeed, saved by Trainer in `theirs` and by us in `ours`."""
@@ -157,12 +150,13 @@ def train_in_trainer(
 
 def tune(folder: Path, out: Path, **options: Any) -> tuple[Tensors, Tensors]:
     """What Trainer saved after a training on two ranks, and what we did."""
-    run_ranks(train_in_trainer, 2, folder, out, **options)
+    run_ranks(train_under_zero, 2, folder, out, **options)
     return read_export(out / "theirs"), read_export(out / "ours")
 
 
 @pytest.mark.slow
-def test_r_ft_02_adapters_of_trainer_are_whole_under_zero_3(exported: Exported, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-FT-02")
+def test_adapters_of_trainer_are_whole_under_zero_3(exported: Exported, tmp_path: Path) -> None:
     saved = [
         tune(exported("gather_moe"), tmp_path / str(stage), stage=stage, flag=None, with_adapters=True)
         for stage in (0, 3)
@@ -176,7 +170,8 @@ def test_r_ft_02_adapters_of_trainer_are_whole_under_zero_3(exported: Exported, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", [None, False, True])
-def test_r_ckpt_06_trainer_under_zero_3(flag: bool | None, exported: Exported, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-06")
+def test_trainer_under_zero_3(flag: bool | None, exported: Exported, tmp_path: Path) -> None:
     """Without the flag Trainer leaves no weights at all, none that are empty; save_finetuned needs no flag."""
     theirs, ours = tune(exported("mixtral"), tmp_path, stage=3, flag=flag, with_adapters=False)
     start = read_export(exported("mixtral"))
@@ -184,6 +179,115 @@ def test_r_ckpt_06_trainer_under_zero_3(flag: bool | None, exported: Exported, t
     assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in start.items()}
     assert not any(torch.equal(tensor, start[key]) for key, tensor in ours.items())
     assert_all_match(theirs, ours, atol=0)
+
+
+def counting(first: int, stride: int, *, length: int) -> list[int]:
+    """Tokens 1 to 50 in steps of a stride, around and around: two of them say how it goes on."""
+    return [(first + stride * i) % (VOCAB - 1) + 1 for i in range(length)]
+
+
+def trained(folder: Path) -> Any:
+    """The folder's model after 150 steps of learning to count."""
+    generator = torch.Generator().manual_seed(0)
+    model = open_model(folder).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(150):
+        draws = torch.randint(0, 50, (16, 2), generator=generator).tolist()
+        batch = torch.tensor([counting(first, stride % 3 + 1, length=20) for first, stride in draws])
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
+    """Input ids and attention mask with the padding on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.requirement("R-FT-03")
+def test_left_padding_changes_no_token(name: str, exported: Exported) -> None:
+    model = trained(exported(name))
+    prompts = [counting(4, 1, length=2), counting(30, 2, length=9), counting(17, 3, length=5)]
+    batch = padded(prompts)
+    for use_cache in (True, False):
+        options = {"max_new_tokens": 10, "do_sample": False, "use_cache": use_cache, "pad_token_id": PAD}
+        together = model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :].tolist()
+        alone = [model.generate(**padded([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+        assert together == alone
+        assert all(len(set(tokens)) > 3 for tokens in alone), "the model has not learnt to say different things"
+    logits = model(**batch).logits
+    for row, prompt in enumerate(prompts):
+        want = model(input_ids=torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(logits[row, -len(prompt) :], want, atol=LOGITS_ATOL, rtol=0)
+
+
+class Growth(NamedTuple):
+    """Rows of the embedding and of the head right after the resize and after one step, and the sizes told."""
+
+    before: list[Tensor]
+    after: list[Tensor]
+    told: set[int]
+
+
+def grow(rank: int, world_size: int, folder: Path, stage: int, out: Path) -> Growth:
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    from recipe.checkpoint.native import full_precision_shard
+
+    settings = plain_settings(stage, num_sequences=4)
+
+    def rows(model: Any) -> list[Tensor]:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        return [full_precision_shard(end.weight).clone() for end in ends]
+
+    with ExitStack() as stack:
+        keep_alive = HfDeepSpeedConfig(settings)  # from_pretrained then loads into ZeRO-3's parts
+        stack.callback(unset_hf_deepspeed_config)
+        model = open_model(folder).train()
+        torch.manual_seed(0)
+        model.resize_token_embeddings(VOCAB + ADDED)
+        engine = plain_engine(model, settings)
+        before = rows(model)
+        ids = torch.arange(4 * 14).view(4, 14).clamp(max=VOCAB + ADDED - 1)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        save_finetuned(engine.module, out)
+        told = {model.config.vocab_size, model.lm_head.out_features, model.get_input_embeddings().num_embeddings}
+        assert keep_alive.is_zero3() == (stage == 3)
+        return Growth(before, rows(model), told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gather_moe"])
+@pytest.mark.requirement("R-FT-04")
+def test_three_more_tokens(kind: str, tied: bool, stage: int, tmp_path: Path) -> None:
+    make = tiny_config if kind == "qwen3_moe" else mixed_config
+    config = make(vocab_size=VOCAB, qk_norm="head" if kind == "qwen3_moe" else "none", tie_word_embeddings=tied)
+    state = full_state(config)
+    assert run_ranks(export, 1, config, state, Case(), tmp_path / "hf") == [kind]
+    [growth] = run_ranks(grow, 1, tmp_path / "hf", stage, tmp_path / "grown")
+    assert growth.told == {VOCAB + ADDED}
+    names = ["model.embed_tokens.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"]
+    for name, before, after in zip(names, growth.before, growth.after, strict=True):
+        assert before.shape == after.shape == (VOCAB + ADDED, config.hidden_size)
+        assert torch.equal(before[:VOCAB], state[name])
+        assert ((before != after).any(dim=1))[VOCAB:].all()
+    check_saved(tmp_path / "grown")
+    assert all(tensor.numel() for tensor in read_export(tmp_path / "grown").values())
+    model = open_model(tmp_path / "grown")
+    assert model.config.vocab_size == VOCAB + ADDED
+    for end, after in zip((model.get_input_embeddings(), model.get_output_embeddings()), growth.after, strict=True):
+        assert torch.equal(end.weight, after)
+    assert model(torch.tensor([[VOCAB + ADDED - 1]])).logits.shape == (1, 1, VOCAB + ADDED)
 
 
 @pytest.mark.slow
