@@ -15,9 +15,8 @@ from recipe.settings.model import read_model, sizes_of
 from recipe.shared.errors import COMPLETE, STOPPED, USER_ERROR, RanksFailedError, RunError
 
 if TYPE_CHECKING:
-    from recipe.train.loop import TrainingLoop
+    from recipe.train.loop import TrainingLoop, TrainResults
     from recipe.train.prepare import Request
-    from recipe.train.results import TrainResults
 
 GRACE_S = 15.0
 
@@ -81,7 +80,7 @@ def join_ranks(request: "Request", say: Say) -> None:
 
 
 def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
-    """Claim the output folder, find the checkpoint, make data, model and engine. The ranks have met."""
+    """Claim the output folder, find the checkpoint, make data, model and engine, open training. The ranks have met."""
     import torch.distributed as dist
 
     from modeling.mesh import build_mesh
@@ -90,7 +89,7 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     from recipe.shared.json_files import write_json
     from recipe.shared.ranks import TorchRanks
     from recipe.train.disk_room import check_disk_room
-    from recipe.train.loop import TrainingLoop
+    from recipe.train.loop import open_training
     from recipe.train.prepare import prepare_engine, prepare_run
     from recipe.train.run import describe_run
 
@@ -110,14 +109,14 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     folder.discard_old_run(ranks=ranks, say=say)  # not before the new one is known to start
     if ranks.rank == 0:
         write_json(output_dir / "run.json", describe_run(run))
-    return TrainingLoop(run, engine, checkpoint=checkpoint, checkpoint_size=size)
+    return open_training(run, engine, checkpoint=checkpoint, checkpoint_size=size)
 
 
 def report(results: "TrainResults", loop: "TrainingLoop") -> None:
     """Write train_results.json and print how good the model is, against what, and the one line that opens it."""
     from recipe.hf.export import opening_code
     from recipe.shared.json_files import write_json
-    from recipe.train.results import results_dict
+    from recipe.train.loop import results_dict
 
     run = loop.run
     write_json(run.folder.path / "train_results.json", results_dict(results, run))
@@ -138,7 +137,7 @@ def report(results: "TrainResults", loop: "TrainingLoop") -> None:
 
 def upload(results: "TrainResults", loop: "TrainingLoop", say: Say) -> None:
     """Push the trained weights to the hub where --push_to_hub asks for it. Collective."""
-    from recipe.hf.upload import push_to_hub
+    from recipe.hf.hub import push_to_hub
 
     run = loop.run
     if run.repository is not None and results.hf_folder is not None and not results.stopped:

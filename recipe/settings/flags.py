@@ -13,6 +13,8 @@ from functools import partial
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from modeling.spec import BALANCE_SCOPES, STOCK_TYPES
+
 SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup")
 
 
@@ -161,7 +163,7 @@ class Arguments:
     balance_scope: str = _loss(
         "over what load is balanced; only `sequence` is the same in every layout",
         default="sequence",
-        choices=("sequence", "micro_batch", "global_batch"),
+        choices=BALANCE_SCOPES,
     )
     balance_bias_update_rate: float = _loss(
         "step of the routers' biases that even the load out without a loss; 0: biases stay, or there are none",
@@ -207,9 +209,7 @@ class Arguments:
     hf_save: str = _save(
         "which checkpoints carry Hugging Face weights", default="every", choices=("every", "last", "never")
     )
-    hf_format: str = _save(
-        "model type of those weights", default="auto", choices=("auto", "native", "qwen3_moe", "mixtral", "olmoe")
-    )
+    hf_format: str = _save("model type of those weights", default="auto", choices=("auto", "native", *STOCK_TYPES))
     hf_dtype: str = _save(
         "their precision; auto: that of the run", default="auto", choices=("auto", "float32", "bfloat16", "float16")
     )

@@ -41,7 +41,7 @@ class Ranks(Protocol):
         ...
 
     def any_later(self, value: bool) -> Callable[[], bool]:
-        """Ask as `any` does, without waiting: what is returned gives the answer when it is called, once on every rank."""
+        """Ask as `any` does, without waiting; calling what is returned, once on every rank, gives the answer."""
         ...
 
     def barrier(self) -> None:

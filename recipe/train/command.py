@@ -20,7 +20,7 @@ def _add_place_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _place_experts(arguments: argparse.Namespace) -> int:
     """Print how even the ranks' work could be; weights are only read where a folder is to be written."""
-    from recipe.train.place import describe, find_source, place_all, write_placed
+    from recipe.train.expert_placement import describe, find_source, place_all, write_placed
 
     source = find_source(arguments.source, counts_file=arguments.counts, num_ranks=arguments.ep)
     placements = place_all(source)

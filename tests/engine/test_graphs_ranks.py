@@ -9,19 +9,9 @@ from torch import Tensor
 from modeling.config import GatherMoeConfig
 from recipe.engine.graphs import install_graphs
 from tests.emulated_graphs import EmulatedCapture
-from tests.engine_runs import (
-    ONE_RUN_S,
-    Tensors,
-    Training,
-    gradient_shards,
-    micro_batches,
-    random_batch,
-    slow,
-    start,
-    weight_shards,
-)
-from tests.parity import Case, full_state, tiny_config
+from tests.engine_runs import ONE_RUN_S, Case, gradient_shards, micro_batches, slow, start_engine, weight_shards
 from tests.ranks import run_ranks
+from tests.referee import Tensors, Training, full_state, random_batch, split_options, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +29,7 @@ class Outcome(NamedTuple):
 
 
 def _train(config: GatherMoeConfig, state: Tensors, case: Case, *, capture: EmulatedCapture | None) -> Outcome:
-    engine = start(config, state, case, training=TRAINING, num_sequences=NUM_SEQUENCES)
+    engine = start_engine(config, state, case, training=TRAINING)
     if capture is not None:
         install_graphs(engine.model, capture=capture)
     losses, norms, gradients = [], [], {}
@@ -73,7 +63,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_same_with_graphs(case: Case, **changes: Any) -> None:
-    config = tiny_config(**({"experts_backend": "grouped"} | changes))
+    options, execution = split_options({"experts_backend": "grouped"} | changes)
+    config, case = tiny_config(**options), case._replace(execution=execution)
     passes = TRAINING.num_steps * case.accumulation
     found = run_ranks(_differences, case.dp * case.tp, config, full_state(config), case, timeout_s=2 * ONE_RUN_S)
     blocks = 2 * config.num_hidden_layers

@@ -1,5 +1,6 @@
 """Training with copies of hot experts equals one plain process: losses, gradients, norms, weights after three steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,41 +8,34 @@ import torch
 from torch import Tensor
 
 from modeling.config import GatherMoeConfig
-from modeling.expert_copies import HeldCopies
-from tests import parity
-from tests.parity import (
+from modeling.copies import HeldCopies
+from modeling.execution import Execution
+from tests.engine_runs import (
     Case,
-    check_against_referee,
-    full_state,
     join_ranks,
-    join_tensors,
+    join_shards,
     make_micro_batches,
-    mixed_config,
-    our_run,
-    referee_run,
     start_engine,
-    tiny_config,
+    three_steps,
+    train_on_rank,
 )
 from tests.ranks import run_ranks
+from tests.referee import assert_runs_match, full_state, mixed_config, referee_run, split_options, tiny_config
 
 pytestmark = pytest.mark.slow
 
 Loads = list[list[float]]
+COPIES = Execution(resident_experts=1)
 
 
-class Watch:
-    """Counts the rows that copies are given here, and lets engines begin as if a step with `loads` lay behind them."""
+class CountedRows:
+    """Counts the rows that copies are given here."""
 
-    def __init__(self, loads: Loads) -> None:
-        self.loads, self.num_rows = loads, 0
+    def __init__(self) -> None:
+        self.num_rows = 0
 
-    def __enter__(self) -> "Watch":
-        self._start, self._slots = parity.start_engine, HeldCopies.slots
-
-        def start(*args: Any, **options: Any) -> Any:
-            engine = self._start(*args, **options)
-            engine.restore_loads(self.loads)
-            return engine
+    def __enter__(self) -> "CountedRows":
+        self._slots = HeldCopies.slots
 
         def slots(held: HeldCopies, ids_TA: Tensor, *, num_experts: int) -> Tensor:
             found = self._slots(held, ids_TA, num_experts=num_experts)
@@ -50,18 +44,23 @@ class Watch:
             self.num_rows += int(((found >= first) & (found < first + num_copies)).sum())
             return found
 
-        parity.start_engine, HeldCopies.slots = start, slots  # type: ignore[method-assign]
+        HeldCopies.slots = slots  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        parity.start_engine, HeldCopies.slots = self._start, self._slots  # type: ignore[method-assign]
+        HeldCopies.slots = self._slots  # type: ignore[method-assign]
 
 
 def watched_run(
     rank: int, world_size: int, config: GatherMoeConfig, state: dict[str, Tensor], case: Case, loads: Loads
 ) -> Any:
-    with Watch(loads) as watch:
-        return our_run(rank, world_size, config, state, case), watch.num_rows
+    """Train as if a step with `loads` had gone before."""
+    with CountedRows() as rows:
+        run = three_steps(config, case)
+        result = train_on_rank(
+            rank, world_size, config, state, case, **run, change=lambda engine: engine.restore_loads(loads)
+        )
+    return result, rows.num_rows
 
 
 def check_copies(config: GatherMoeConfig, case: Case, *, state: dict[str, Tensor] | None = None) -> None:
@@ -71,7 +70,7 @@ def check_copies(config: GatherMoeConfig, case: Case, *, state: dict[str, Tensor
     by_rank = run_ranks(watched_run, case.dp * case.tp, config, state, case, loads)
     got = join_ranks([result for result, _ in by_rank], config, case)
     assert sum(num_rows for _, num_rows in by_rank) > 100
-    check_against_referee(got, referee_run(config, state, case, own=True))
+    assert_runs_match(got, referee_run(config, state, **three_steps(config, case), own=True))
 
 
 def all_to_the_first(config: GatherMoeConfig) -> dict[str, Tensor]:
@@ -85,13 +84,13 @@ def all_to_the_first(config: GatherMoeConfig) -> dict[str, Tensor]:
 
 
 def test_training_with_copies_matches_one_plain_process() -> None:
-    config = tiny_config(resident_experts=1, overlap=True, overlap_chunks=2)
-    check_copies(config, Case(tp=2, ep=2, stage=2, accumulation=3, checkpointing=True))
+    execution = replace(COPIES, overlap=True, overlap_chunks=2)
+    check_copies(tiny_config(), Case(tp=2, ep=2, stage=2, accumulation=3, checkpointing=True, execution=execution))
 
 
 def test_training_with_all_tokens_on_one_rank_matches_one_plain_process() -> None:
-    config = tiny_config(resident_experts=1)
-    check_copies(config, Case(tp=2, ep=2, stage=0), state=all_to_the_first(config))
+    config = tiny_config()
+    check_copies(config, Case(tp=2, ep=2, execution=COPIES), state=all_to_the_first(config))
 
 
 @pytest.mark.slow
@@ -106,7 +105,8 @@ def test_training_with_all_tokens_on_one_rank_matches_one_plain_process() -> Non
     ids=str,
 )
 def test_training_with_copies_matches_in_other_layouts(case: Case, options: dict[str, Any]) -> None:
-    config = mixed_config(**({"resident_experts": 1} | options))
+    changes, execution = split_options({"resident_experts": 1} | options)
+    config, case = mixed_config(**changes), case._replace(execution=execution)
     check_copies(config, case)
     check_copies(config, case, state=all_to_the_first(config))
 
@@ -116,31 +116,29 @@ def bf16_gradients(
 ) -> Any:
     from deepspeed.utils import safe_get_full_grad
 
-    with Watch(loads) as watch:
-        engine = parity.start_engine(config, state, case)
+    with CountedRows() as rows:
+        engine = start_engine(config, state, case)
+        engine.restore_loads(loads)
         batches = make_micro_batches(config, case, step=0, dp_rank=engine.mesh.dp_rank)
         engine.accumulate(batches, counts=engine.count(batches))
-    held = [e.copies.held for e in engine.experts_with_copies()]
-    assert all(copies.weights.gate_up.dtype == torch.bfloat16 for copies in held)
-    return {name: safe_get_full_grad(p).float().clone() for name, p in engine.model.named_parameters()}, watch.num_rows
+    held = [experts.held for experts in engine.model.experts_with_copies]
+    assert all(weight.dtype == torch.bfloat16 for copies in held for weight in copies.weights)
+    return {name: safe_get_full_grad(p).float().clone() for name, p in engine.model.named_parameters()}, rows.num_rows
 
 
 @pytest.mark.slow
 def test_copies_are_as_exact_in_bf16() -> None:
     """The gradients' distance from float32's is hardly larger with copies than without."""
-    config = tiny_config(resident_experts=1)
+    config = tiny_config()
     state = {name: tensor.bfloat16().float() for name, tensor in all_to_the_first(config).items()}
     case, loads = Case(tp=2, ep=2, stage=2, bf16=True, packed=False), [[100.0, 1.0, 1.0, 1.0]] * 2
-    exact = referee_run(config, state, case._replace(bf16=False), own=True).gradients
+    exact = referee_run(config, state, **three_steps(config, case._replace(bf16=False)), own=True).gradients
     distances = []
-    for num_copies in (0, 1):
-        config.resident_experts = num_copies
-        if num_copies:
-            by_rank, rows = zip(*run_ranks(bf16_gradients, 2, config, state, case, loads), strict=True)
-            assert sum(rows) > 50
-        else:
-            by_rank = tuple(run_ranks(bf16_gradients, 2, config, state, case, loads)[rank][0] for rank in range(2))
-        got = join_tensors(list(by_rank), config, case)
+    for execution, fewest in ((Execution(), 0), (COPIES, 50)):
+        results = run_ranks(bf16_gradients, 2, config, state, case._replace(execution=execution), loads)
+        by_rank, rows = zip(*results, strict=True)
+        assert sum(rows) >= fewest
+        got = join_shards(list(by_rank), config, case)
         distances.append(sum((got[name] - exact[name]).square().sum().item() for name in exact) ** 0.5)
     assert distances[0] > 0
     assert distances[1] < 1.2 * distances[0]
@@ -148,11 +146,11 @@ def test_copies_are_as_exact_in_bf16() -> None:
 
 def steps_of_copies(rank: int, world_size: int, config: GatherMoeConfig, state: dict[str, Tensor]) -> list[Any]:
     """Whether copies are held in the forwards of three steps and of the evaluations after them, and what is known."""
-    case = Case(tp=2, ep=2)
+    case = Case(tp=2, ep=2, execution=COPIES)
     engine = start_engine(config, state, case)
-    [first, *_] = engine.experts_with_copies()
+    [first, *_] = engine.model.experts_with_copies
     found: list[Any] = []
-    first.register_forward_pre_hook(lambda *_: found.append(first.copies.held is not None))
+    first.register_forward_pre_hook(lambda *_: found.append(first.held is not None))
     for step in range(3):
         found.append(engine.loads() is not None)
         batches = make_micro_batches(config, case, step=step, dp_rank=0)
@@ -164,7 +162,7 @@ def steps_of_copies(rank: int, world_size: int, config: GatherMoeConfig, state: 
 
 
 def test_copies_begin_with_the_second_step_and_serve_training_alone() -> None:
-    config = tiny_config(resident_experts=1)
+    config = tiny_config()
     [found, other] = run_ranks(steps_of_copies, 2, config, full_state(config))
     assert found == other
     # Loads known before the step, then copies held in its forward and in the evaluation's.
@@ -172,9 +170,9 @@ def test_copies_begin_with_the_second_step_and_serve_training_alone() -> None:
 
 
 def with_zero_3(rank: int, world_size: int) -> str:
-    config = tiny_config(resident_experts=1)
+    config = tiny_config()
     with pytest.raises(ValueError, match="resident_experts=1 cannot be used with ZeRO-3") as caught:
-        start_engine(config, full_state(config), Case(tp=2, ep=2, stage=3))
+        start_engine(config, full_state(config), Case(tp=2, ep=2, stage=3, execution=COPIES))
     return str(caught.value)
 
 

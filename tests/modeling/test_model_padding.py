@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.build import build_model
-from modeling.init import shard_table
+from modeling.init import build_model, cut, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
-from modeling.sharding import cut
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 SHORT, LONG, STEPS = 2, 9, 200
 PATTERN = torch.tensor([7, 3, 11, 3, 19, 23, 5, 42, 11, 30])
