@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,7 +51,8 @@ def write_lists() -> None:
     for title, (part, kind) in LISTS.items():
         files = traced[kind][part]
         width = max(map(len, files))
-        lines = [f"{file:<{width}}  {idea_of(ROOT / file)}"[:LINE_WIDTH].rstrip() for file in files]
+        room = LINE_WIDTH - width - 2
+        lines = [f"{file:<{width}}  {textwrap.shorten(idea_of(ROOT / file), room, placeholder=' …')}" for file in files]
         text, block = PAGE.read_text(), _block(title)
         PAGE.write_text(text[: block.start(2)] + "\n".join(lines) + "\n" + text[block.end(2) :])
         print(f"{title}: {len(files)} files, {sum(map(_num_lines, files))} lines")
@@ -67,7 +69,7 @@ def _num_lines(file: str) -> int:
 
 def _block(title: str) -> "re.Match[str]":
     """The fenced block behind the line that begins with a title."""
-    found = re.search(rf"^(\*\*{title}[^\n]*\n\n```text\n)(.*?)```", PAGE.read_text(), re.S | re.M)
+    found = re.search(rf"^(\*\*{title}.*?^```text\n)(.*?)^```", PAGE.read_text(), re.S | re.M)
     if found is None:
         raise ValueError(f"{PAGE} has no fenced text block behind a line that begins with '**{title}'")
     return found
