@@ -16,7 +16,7 @@ from recipe.checkpoint.commit import Save, write_checkpoint
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import find_checkpoint
 from recipe.checkpoint.folders import tidy
-from recipe.shared.agreement import on_first
+from recipe.shared.together import on_first
 from tests.thread_ranks import AsksByGathering
 
 KEEP = 2

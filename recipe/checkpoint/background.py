@@ -16,8 +16,8 @@ from recipe.checkpoint.commit import (
     write_checkpoint,
 )
 from recipe.checkpoint.files import WriteLater
-from recipe.shared.agreement import on_every
 from recipe.shared.ranks import Ranks, TorchRanks
+from recipe.shared.together import on_every
 
 # How long a thread waits for its peers: a rank's files may take that long, and nobody else is held up.
 BACKGROUND_TIMEOUT = timedelta(hours=12)

@@ -32,9 +32,9 @@ from recipe.checkpoint.manifest import (
     write_manifest,
 )
 from recipe.checkpoint.space import free_bytes
-from recipe.shared.agreement import check_all_see, on_every, on_first
-from recipe.shared.errors import CheckpointError, CheckpointWriteError, NotEnoughSpaceError
+from recipe.shared.errors import CheckpointWriteError, NotEnoughSpaceError, RunError
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import check_all_see, on_every, on_first
 
 MEET_TIMEOUT_S = 300.0
 
@@ -110,7 +110,7 @@ def seal(save: Save, *, ranks: Ranks, files: Files) -> Path:
     saved = step_folder(save.root, save.step)
     try:
         on_first(lambda: _settle(save), ranks=ranks)
-    except CheckpointError as error:
+    except (RunError, ValueError) as error:
         raise CheckpointWriteError(f"{saved} is complete, but the folder around it was not updated: {error}") from error
     return saved
 
@@ -125,7 +125,7 @@ def cleaned_up_after_errors(save: Save, *, ranks: Ranks) -> Iterator[None]:
         yield
     except CheckpointWriteError:
         raise
-    except CheckpointError as error:
+    except (RunError, ValueError) as error:
         aftermath = on_first(lambda: _clean_up(save), ranks=ranks)
         raise CheckpointWriteError(
             f"step-{save.step} could not be saved in {save.root}: {error}. {aftermath}"
@@ -136,7 +136,7 @@ def _write_manifest(save: Save, *, ranks: Ranks) -> None:
     staging = staging_folder(save.root, save.step)
     sizes_bytes = on_first(lambda: _written_sizes(staging), ranks=ranks)
     mine = share_of_files(sizes_bytes, rank=ranks.rank, world_size=ranks.world_size)
-    shares = on_every(lambda: {name: record_file(staging / name) for name in mine}, ranks=ranks)
+    shares = ranks.gather(on_every(lambda: {name: record_file(staging / name) for name in mine}, ranks=ranks))
     records: dict[str, FileRecord] = {name: record for share in shares for name, record in share.items()}
     manifest = Manifest(step=save.step, files=dict(sorted(records.items())), details=save.details)
     on_first(lambda: write_manifest(staging, manifest), ranks=ranks)

@@ -23,9 +23,9 @@ from recipe.checkpoint.random_states import reseed
 from recipe.checkpoint.rank_files import Counters, read_rank_file
 from recipe.checkpoint.training_state import NATIVE_FOLDER, WEIGHT, TrainingState, boxes_between, cut, size_of
 from recipe.engine.engine import Engine
-from recipe.shared.agreement import on_every, on_first
 from recipe.shared.errors import CheckpointBrokenError
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every, on_first
 
 # Details of a checkpoint that decide who holds what; any of them may differ when training goes on.
 LAYOUT = ("dp", "tp", "ep", "zero_stage", "precision")
@@ -177,7 +177,7 @@ def _difference(engine: Engine, checkpoint: Checkpoint, *, details: Mapping[str,
     def holds_the_same() -> bool:
         return read_rank_file(folder, ranks.rank).partition == describe_partition(engine)
 
-    if all(on_every(holds_the_same, ranks=ranks)):
+    if all(ranks.gather(on_every(holds_the_same, ranks=ranks))):
         return None
     optimizer = on_first(lambda: read_rank_file(folder, 0).partition.optimizer, ranks=ranks)
     now = type(engine.ds.optimizer).__name__

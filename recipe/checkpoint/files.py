@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from recipe.shared.agreement import on_every, on_first
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every, on_first
 
 if TYPE_CHECKING:
     from recipe.checkpoint.snapshot import Snapshot
@@ -137,7 +137,7 @@ def complete(files: Files, *, ranks: Ranks) -> None:
         files.finish()
         return list(map(str, files.written))
 
-    by_rank = on_every(finish, ranks=ranks)
+    by_rank = ranks.gather(on_every(finish, ranks=ranks))
     on_first(lambda: _check_sees(by_rank), ranks=ranks)
     for step in files.steps:
         step(ranks)

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from recipe.checkpoint.folders import CHECKPOINTS_NAME, StepFolder, list_checkpoints, step_in_name
 from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, read_manifest, share_of_files
-from recipe.shared.agreement import on_every, on_first
 from recipe.shared.errors import CheckpointBrokenError, CheckpointMissingError, NoCompleteCheckpointError
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every, on_first
 
 AUTO = "auto"
 
@@ -71,8 +71,8 @@ def verify_checkpoint(folder: Path, *, ranks: Ranks, checksums: bool = True) -> 
 
     manifest = on_first(read, ranks=ranks)
     mine = share_of_files(manifest.sizes_bytes, rank=ranks.rank, world_size=ranks.world_size)
-    shares = on_every(lambda: list(file_faults(folder, manifest, names=mine, checksums=checksums)), ranks=ranks)
-    faults = sorted((fault for share in shares for fault in share), key=lambda fault: fault.file)
+    found = on_every(lambda: list(file_faults(folder, manifest, names=mine, checksums=checksums)), ranks=ranks)
+    faults = sorted((fault for share in ranks.gather(found) for fault in share), key=lambda fault: fault.file)
     if faults:
         more = f" (and {len(faults) - 1} more of its {len(manifest.files)} files are broken)" if faults[1:] else ""
         raise CheckpointBrokenError(faults[0].file, faults[0].reason + more)

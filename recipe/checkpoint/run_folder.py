@@ -13,10 +13,10 @@ from typing import IO
 
 from recipe.checkpoint.find import AUTO
 from recipe.checkpoint.folders import CHECKPOINTS_NAME, tidy
-from recipe.shared.agreement import check_all_see, on_first
 from recipe.shared.errors import CheckpointError, FolderInUseError
 from recipe.shared.ranks import Ranks
 from recipe.shared.scopes import FOLDER as PROFILE_NAME
+from recipe.shared.together import check_all_see, on_first
 
 LOCK_NAME = ".lock"
 # What a run leaves in its folder besides checkpoints/, whose presence means that the folder is taken.

@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
-from recipe.shared.agreement import on_first
 from recipe.shared.errors import NotEnoughSpaceError
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_first
 
 WAYS_OUT = "free some space, keep fewer checkpoints or choose another output folder"
 

@@ -19,7 +19,7 @@ from recipe.data.tokenise_rows import tokenise_rows
 from recipe.data.tokenizer import DEFAULT_EOS, TRAINING_CHARS, TextEncoder, load_tokenizer, train_tokenizer
 from recipe.shared.build_once import build_once, discard
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_every_rank
+from recipe.shared.together import on_every
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ def get_tokenizer(corpus: CachedCorpus, *, options: DataOptions, ranks: Ranks) -
     if options.tokenizer_name is not None:
         source = fetch_tokenizer(options.tokenizer_name, ranks=ranks)
         load_named = partial(load_tokenizer, source, eos_token=options.eos_token, chat_template=options.chat_template)
-        return on_every_rank(load_named, ranks=ranks)
+        return on_every(load_named, ranks=ranks)
     eos_token = options.eos_token or DEFAULT_EOS
     settings = (options.train_vocab_size, eos_token, options.text_column_name, options.skip_invalid_text)
     key = digest_of(["tokenizer", FORMAT, CHUNK_CHARS, TRAINING_CHARS, corpus.facts.manifest, *settings])
@@ -65,7 +65,7 @@ def get_tokenizer(corpus: CachedCorpus, *, options: DataOptions, ranks: Ranks) -
         )
 
     folder = _ensure(f"tokenizer-{key}", build, options=options, ranks=ranks)
-    return on_every_rank(partial(load_tokenizer, folder), ranks=ranks)
+    return on_every(partial(load_tokenizer, folder), ranks=ranks)
 
 
 def get_tokens(
@@ -88,7 +88,7 @@ def get_tokens(
         return tokenise(folder, corpus=corpus.open(), encoder=encoder, options=tokenise_options)
 
     folder = _ensure(f"tokens-{key}", build, options=options, ranks=ranks)
-    store = on_every_rank(partial(TokenStore, folder), ranks=ranks)
+    store = on_every(partial(TokenStore, folder), ranks=ranks)
     _check_equal(store.facts.digest, ranks=ranks, what=f"tokens in {folder}")
     return store
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from recipe.settings.model_source import HubModel, MissingFilesError, explain, hub_errors, is_on_hub
 from recipe.shared.build_once import once_per_file_system
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_every_rank, on_first_rank
+from recipe.shared.together import on_every, on_first
 
 FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]  # what tokenizers are made of, their templates too
 
@@ -27,7 +27,7 @@ def fetch_tokenizer(name: str, *, ranks: Ranks, host: str | None = None) -> str:
     host whose cache then lacks that commit; all others read. `host` is this machine's name. ValueError on all ranks
     alike where the hub does not give it.
     """
-    found = on_first_rank(lambda: _find(name) if is_on_hub(name) else None, ranks=ranks)
+    found = on_first(lambda: _find(name) if is_on_hub(name) else None, ranks=ranks)
     if found is None:
         return name
     once_per_file_system(
@@ -37,7 +37,7 @@ def fetch_tokenizer(name: str, *, ranks: Ranks, host: str | None = None) -> str:
         ranks=ranks,
         host=host,
     )
-    return on_every_rank(lambda: str(_snapshot(found.source, local_files_only=True)), ranks=ranks)
+    return on_every(lambda: str(_snapshot(found.source, local_files_only=True)), ranks=ranks)
 
 
 def _find(name: str) -> _Found:

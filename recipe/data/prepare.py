@@ -16,7 +16,7 @@ from recipe.data.row_encoder import RowEncoder
 from recipe.data.token_store import TokenStore, entropy_nats
 from recipe.data.tokenizer import TextEncoder
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_every_rank, on_first_rank
+from recipe.shared.together import on_every, on_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,11 +56,11 @@ def prepare_data(options: DataOptions, *, ranks: Ranks, say: Callable[[str], Non
     """Find, tokenise (once) and pack the corpus; collective, and an error on one rank is raised on all.
 
     One rank of each file system reads the sources; all ranks read its cache. `say` is called on every rank with the
-    same lines. A user's mistake is a ValueError, anything else a RuntimeError that names the rank.
+    same lines. A user's mistake is a ValueError, anything else a RanksFailedError.
     """
     check_options(options)
     corpora = functools.cache(partial(open_corpora, options))  # opened on the ranks that read, and once
-    facts = on_first_rank(lambda: facts_of(corpora(), options=options), ranks=ranks)
+    facts = on_first(lambda: facts_of(corpora(), options=options), ranks=ranks)
     say(_sources_line(facts, options=options, ranks=ranks))
     say(_format_line(facts.data_format, options=options))
 
@@ -71,7 +71,7 @@ def prepare_data(options: DataOptions, *, ranks: Ranks, say: Callable[[str], Non
 
     train = CachedCorpus(facts=facts.train, open=lambda: corpora().train, max_documents=options.max_train_documents)
     tokenizer = get_tokenizer(train, options=options, ranks=ranks)
-    encoder = on_every_rank(partial(_make_encoder, tokenizer, data_format=facts.data_format), ranks=ranks)
+    encoder = on_every(partial(_make_encoder, tokenizer, data_format=facts.data_format), ranks=ranks)
     get = partial(get_tokens, encoder=encoder, options=options, ranks=ranks)
     stores = _Stores(
         get(train),
@@ -79,7 +79,7 @@ def prepare_data(options: DataOptions, *, ranks: Ranks, say: Callable[[str], Non
     )
     holdout = _hold_out(stores, options=options)
     blocks = _pack(stores, holdout=holdout, options=options, whole=facts.data_format.packing == "whole")
-    counts = on_first_rank(partial(_count_trained, stores, holdout=holdout), ranks=ranks)
+    counts = on_first(partial(_count_trained, stores, holdout=holdout), ranks=ranks)
     corpora_reports = [_corpus_report(facts.train, store=stores.train)]
     if facts.validation is not None and stores.validation is not None:
         corpora_reports.append(_corpus_report(facts.validation, store=stores.validation))

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from recipe.shared.agreement import on_first
 from recipe.shared.ranks import OneRank, TorchRanks
+from recipe.shared.together import on_first
 
 # The same names in Mixtral, Qwen3-MoE, OLMoE and our own class, as transformers holds them in memory.
 PARTS: Mapping[str, tuple[str, ...]] = {

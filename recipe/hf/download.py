@@ -15,7 +15,7 @@ from recipe.settings.model_source import (
 )
 from recipe.shared.build_once import once_per_file_system
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_every_rank, on_first_rank, run_in_steps
+from recipe.shared.together import on_every, on_first, run_in_steps
 
 # Configurations, weights and tokenizers; never pickles, whatever else a repository has.
 ALLOWED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -29,12 +29,12 @@ def fetch_model(model: HubModel, *, ranks: Ranks, say: Callable[[str], None], ho
     All take the commit that the first one finds. `host` is this machine's name. ValueError on all ranks alike where the
     hub does not give the model, in words that say what to do.
     """
-    commit = on_first_rank(lambda: fetch_config(model).parent.name, ranks=ranks)
+    commit = on_first(lambda: fetch_config(model).parent.name, ranks=ranks)
     pinned = HubModel(model.name, commit)
     say(f"model: {model} is commit {commit} on the hub; what the cache lacks of it is downloaded")
     run_in_steps(_download(pinned) if ranks.rank == 0 else None, ranks=ranks)
     # A cache may hold a part of a repository, and only who has asked the hub knows which files there are.
-    files = on_first_rank(lambda: _files_of(pinned), ranks=ranks)
+    files = on_first(lambda: _files_of(pinned), ranks=ranks)
     once_per_file_system(
         lambda: _download(pinned, files),
         is_present=lambda: not _lacking(pinned, files),
@@ -42,7 +42,7 @@ def fetch_model(model: HubModel, *, ranks: Ranks, say: Callable[[str], None], ho
         ranks=ranks,
         host=host,
     )
-    return on_every_rank(lambda: fetch_config(pinned).parent, ranks=ranks)
+    return on_every(lambda: fetch_config(pinned).parent, ranks=ranks)
 
 
 def _download(model: HubModel, files: Sequence[str] = ()) -> Generator[None, None, None]:

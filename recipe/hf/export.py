@@ -12,8 +12,8 @@ from recipe.engine.engine import Engine
 from recipe.hf.config import SpecialTokens, choose_type, config_dict, write_config_files
 from recipe.hf.model_card import TrainingFacts, write_model_card
 from recipe.hf.weights import WeightSource, write_weights
-from recipe.shared.agreement import on_first
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_first
 
 FOLDER = "hf"
 

@@ -12,7 +12,7 @@ from recipe.settings.flags import Arguments
 from recipe.settings.model_source import hub_errors
 from recipe.shared.errors import UploadError
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_first_rank, run_in_steps
+from recipe.shared.together import on_first, run_in_steps
 
 # Of an earlier push, which may have had other files: a reader opens a single file of weights before an index of many.
 REPLACED = ("*.safetensors", "*.safetensors.index.json", "*.py", "*.jinja")
@@ -26,7 +26,7 @@ def claim_repository(arguments: Arguments, *, ranks: Ranks, api: Any = None) -> 
     """
     if not arguments.push_to_hub:
         return None
-    return on_first_rank(lambda: _claim(arguments, api=_api(api)), ranks=ranks)
+    return on_first(lambda: _claim(arguments, api=_api(api)), ranks=ranks)
 
 
 def push_to_hub(
@@ -40,20 +40,16 @@ def push_to_hub(
     """
     folder = folder.resolve()
     urls: list[str] = []
-    failure: list[str] = []
 
     def upload() -> Generator[None, None, None]:
         message = f"Step {step}"
         try:
             yield from in_steps(lambda: urls.append(_upload(repository, folder, message, api=_api(api))))
         except Exception as error:  # the hub's library raises many kinds, and the weights are as safe after any of them
-            failure.append(f"{type(error).__name__}: {error}")
+            raise UploadError(folder, repository, f"{type(error).__name__}: {error}") from error
 
     say(f"hub: uploading {folder} to {repository}")
     run_in_steps(upload() if ranks.rank == 0 else None, ranks=ranks)
-    reason = ranks.gather(failure[0] if failure else None)[0]
-    if reason is not None:
-        raise UploadError(folder, repository=repository, reason=reason)
     say(f"hub: {urls[0] if urls else repository}")
 
 

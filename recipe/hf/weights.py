@@ -24,8 +24,8 @@ from modeling.mesh import ParallelMesh
 from modeling.shard_table import Shard, ShardTable
 from modeling.sharding import paste
 from recipe.checkpoint.files import Files
-from recipe.shared.agreement import on_every
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_FILE_BYTES = 2 * 2**30

@@ -5,7 +5,7 @@ from recipe.checkpoint.folders import list_checkpoints
 from recipe.checkpoint.size_estimate import CheckpointSize, estimate_size
 from recipe.checkpoint.space import check_free_space
 from recipe.engine.engine import Engine
-from recipe.shared.agreement import on_first
+from recipe.shared.together import on_first
 from recipe.train.run import Run, pick_dtype
 
 

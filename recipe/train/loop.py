@@ -26,10 +26,9 @@ from recipe.hf.model_card import TrainingFacts
 from recipe.launch.processes import find_deepspeed_command
 from recipe.launch.stop import StopSignal
 from recipe.settings.schedule import learning_rate_at
-from recipe.shared.agreement import on_every, on_first
 from recipe.shared.errors import CheckpointWriteError
 from recipe.shared.flops import find_peak
-from recipe.shared.together import on_every_rank
+from recipe.shared.together import on_every, on_first
 from recipe.train.metrics import (
     EvalRecord,
     StepMeter,
@@ -348,7 +347,7 @@ class TrainingLoop:
                 say=run.say,
             )
 
-        return on_every_rank(open_writer, ranks=run.ranks)
+        return on_every(open_writer, ranks=run.ranks)
 
     def _results(self) -> TrainResults:
         def find() -> tuple[Path | None, Path | None]:

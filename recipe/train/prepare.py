@@ -33,7 +33,7 @@ from recipe.settings.model_source import HubModel, is_on_hub
 from recipe.settings.resolve import ResolvedConfig, WorldInfo, load_ds_config, resolve_config
 from recipe.settings.schedule import settle_schedule
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_every_rank, on_first_rank
+from recipe.shared.together import on_every, on_first
 from recipe.train.records import tensorboard_faults
 from recipe.train.run import Run, describe_parameters
 
@@ -94,7 +94,7 @@ def prepare_run(
     repository = claim_repository(request.arguments, ranks=ranks)
     model_folder = find_weights(request, ranks=ranks, say=say)
     # Hosts may see the folder's files differently.
-    options = on_every_rank(lambda: data_options(request.arguments, model_folder=model_folder), ranks=ranks)
+    options = on_every(lambda: data_options(request.arguments, model_folder=model_folder), ranks=ranks)
     data = prepare_data(options, ranks=ranks, say=say)
     run = Run(
         arguments=request.arguments,
@@ -122,7 +122,7 @@ def find_weights(request: Request, *, ranks: Ranks, say: Callable[[str], None]) 
     arguments, name = request.arguments, request.arguments.model_name_or_path
     if name is None:
         return None
-    if not on_first_rank(lambda: is_on_hub(name), ranks=ranks):
+    if not on_first(lambda: is_on_hub(name), ranks=ranks):
         return Path(name)
     folder = fetch_model(HubModel(name, arguments.model_revision), ranks=ranks, say=say)
 
@@ -131,7 +131,7 @@ def find_weights(request: Request, *, ranks: Ranks, say: Callable[[str], None]) 
         if found.kwargs != request.model:
             raise ValueError(f"{name} on the hub changed while the run started; start it again")
 
-    on_every_rank(check, ranks=ranks)
+    on_every(check, ranks=ranks)
     return folder
 
 
@@ -145,7 +145,7 @@ def prepare_engine(run: Run) -> Engine:
     if folder is not None:
         noise = ExpertNoise(arguments.upcycle_noise_std, arguments.seed)
         load = partial(load_weights, model, config=run.config, mesh=run.mesh, folder=folder, noise=noise)
-        num_bytes = on_every_rank(load, ranks=run.ranks)
+        num_bytes = on_every(load, ranks=run.ranks)
         run.say(f"model: weights from {folder}, {num_bytes:,} bytes read by this rank")
         if arguments.upcycle_num_experts is not None:
             run.say(

@@ -175,11 +175,12 @@ def fetch_on_rank(
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(huggingface_hub, "hf_hub_download", config_of)
         patch.setattr(huggingface_hub, "snapshot_download", download)
+        from recipe.shared.errors import RunError
         from recipe.shared.ranks import TorchRanks
 
         try:
             folder = fetch_model(HubModel(NAME), ranks=TorchRanks(), say=lambda line: None, host=host)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RunError) as error:
             return str(error), len(downloads)
         assert (folder / "model.safetensors").is_file()
         assert downloads == [COMMIT] * len(downloads)
@@ -203,7 +204,7 @@ def test_one_rank_of_each_cache_downloads_and_all_hear_of_a_failure(model_folder
     shutil.rmtree(tmp_path / "cache of host-0")
     lost = run_ranks(fetch_on_rank, 4, tmp_path, shared=False, lost=True)
     (text,) = {text for text, _ in lost}
-    assert f"do not see {NAME} at revision {COMMIT} although a rank of their host" in text
+    assert f"does not see {NAME} at revision {COMMIT} although a rank of its host" in text
 
 
 def find_changed(rank: int, world_size: int, folder: Path, kwargs: dict[str, Any]) -> str:
