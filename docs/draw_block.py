@@ -54,7 +54,7 @@ def draw_block() -> str:
     parts += _down(LEFT, y + 270, y + 300)
     parts += _text(LEFT, y + 320, "x_tD, to the next block", weight="bold")
     notes = (
-        "This is gather_tokens, the default. Transfers travel in chunks while products run; the router works meanwhile.",
+        "This is gather_tokens, the default. Transfers travel in chunks while products and the router run.",
         "gather_weights: tokens stay on the left, and the slices of the experts are gathered (ep = 1).",
         "all_to_all: each row travels to the rank of its expert alone, and back (ep = tp).",
         "A dense layer: gate, up and down with f of F channels in place of router, permute, experts and combine.",
@@ -102,10 +102,7 @@ def _box(x: float, y: float, name: str, shape: str) -> list[str]:
 def _cross(y: float, name: str, *, to_right: bool) -> list[str]:
     """A collective, drawn as an arrow between the lanes at height y."""
     left, right = LEFT + BOX_WIDTH[LEFT] / 2, RIGHT - BOX_WIDTH[RIGHT] / 2
-    if to_right:
-        line = _line(left, y, right, y)
-    else:
-        line = _line(right, y, LEFT + 14, y)
+    line = _line(left, y, right, y) if to_right else _line(right, y, LEFT + 14, y)
     width = 6.4 * len(name) + 18
     pill = (
         f'<rect x="{CENTRE - width / 2:g}" y="{y - 30:g}" width="{width:g}" height="22" rx="11" fill="{COLLECTIVE}"/>'

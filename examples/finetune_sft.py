@@ -1,6 +1,6 @@
-"""Fine-tunes on prompts and completions with TRL, the loss over completions alone: `python finetune_sft.py [FOLDER] [OUT]`.
+"""Fine-tunes on prompts and completions with TRL, the loss over completions alone.
 
-Needs `pip install trl`.
+`python examples/finetune_sft.py [FOLDER] [OUT]`; needs `pip install trl`.
 """
 
 import sys

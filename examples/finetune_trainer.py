@@ -1,4 +1,7 @@
-"""Fine-tunes a folder of Hugging Face weights with transformers' Trainer: `python finetune_trainer.py [FOLDER] [OUT]`."""
+"""Fine-tunes a folder of Hugging Face weights with transformers' Trainer.
+
+`python examples/finetune_trainer.py [FOLDER] [OUT]`; the text is that of chat.jsonl beside this file.
+"""
 
 import sys
 from pathlib import Path

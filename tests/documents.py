@@ -70,9 +70,9 @@ def check_command(text: str) -> None:
     words = shlex.split(text)
     if is_training(text):
         read_training(text)
-    elif any(text == known or text.startswith(f"{known} ") for known in RUN_ELSEWHERE):
-        file = next(word for word in words if word.endswith((".py", ".sbatch")) or "." in word).replace("tests.", "tests/")
-        assert (ROOT / file).exists() or (ROOT / f"{file}.py").exists(), text
+    elif command := next((known for known in RUN_ELSEWHERE if text == known or text.startswith(f"{known} ")), None):
+        name = re.sub(r".*/|^tests\.|\.\w+$", "", command.split()[-1])
+        assert name in (ROOT / RUN_ELSEWHERE[command]).read_text(), text
     elif words[:1] == ["python"] and words[1].startswith("benchmarks/"):
         _read_script(ROOT / words[1], words[2:])
     else:
@@ -136,7 +136,7 @@ def _read_tool(words: list[str]) -> None:
         parse_arguments([*words[words.index("--") + 1 :], "--output_dir", "runs/x"])
 
 
-class _WordsRead(Exception):
+class _WordsReadError(Exception):
     """A script's parser has read its words."""
 
 
@@ -146,7 +146,7 @@ def _read_script(path: Path, words: list[str]) -> None:
 
     def parse_and_stop(parser: Any, *arguments: Any) -> None:
         parse(parser, *arguments)
-        raise _WordsRead
+        raise _WordsReadError
 
     path_before = list(sys.path)
     with (
@@ -155,7 +155,7 @@ def _read_script(path: Path, words: list[str]) -> None:
     ):
         try:
             runpy.run_path(str(path), run_name="__main__")
-        except _WordsRead:
+        except _WordsReadError:
             return
         finally:
             sys.path[:] = path_before

@@ -1,10 +1,6 @@
-"""transformers' Trainer and TRL's on exported folders: schedules resume, ZeRO-3 saves are whole, README's lines run."""
+"""transformers' Trainer and TRL's on exported folders: schedules resume, ZeRO-3 saves are whole."""
 
 import os
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from recipe.hf.adapters import save_finetuned
 from tests.engine_runs import Tensors, assert_all_match, read_export
-from tests.hf.test_r_ft_adapters import FILE, adapters, ids, open_model, open_with_adapters
+from tests.hf.test_r_ft_adapters import adapters, ids, open_model, open_with_adapters
 from tests.ranks import run_ranks
-from tests.training import train_on_ranks, write_inputs
 
-ROOT = Path(__file__).parents[2]
 Exported = Callable[[str], Path]
 
 
@@ -184,26 +177,3 @@ def test_r_ckpt_06_trainer_under_zero_3(flag: bool | None, exported: Exported, t
     assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in start.items()}
     assert not any(torch.equal(tensor, start[key]) for key, tensor in ours.items())
     assert_all_match(theirs, ours, atol=0)
-
-
-@pytest.mark.slow
-def test_the_lines_of_readme_that_fine_tune_run(tmp_path: Path) -> None:
-    """In their order and in one process, on a folder that a run of ours wrote."""
-    blocks = re.findall(r"```python\n(# fine-tune.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 3
-    run_ranks(train_on_ranks, 2, write_inputs(tmp_path, max_position_embeddings=64))
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "run").rename(tmp_path / "runs" / "demo")
-    shutil.copy(ROOT / "README.md", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    start = read_export(tmp_path / "runs" / "demo" / "checkpoints" / "latest" / "hf")
-    for name in ("tuned", "sft", "merged"):
-        tuned = read_export(tmp_path / "runs" / name)
-        assert tuned.keys() == start.keys()
-        changed = [key for key, tensor in tuned.items() if not torch.equal(tensor, start[key])]
-        assert any("experts" in key for key in changed)
-        assert any("mlp.gate." in key for key in changed) == (name != "merged")
-    assert any("experts" in key for key in load_file(tmp_path / "runs" / "adapter" / FILE))
