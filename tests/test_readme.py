@@ -1,6 +1,7 @@
 """What README and the other documents show works: commands run, at a reduced size, or are read by their own parsers."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import pytest
 
 import recipe.cli
 import run_pretrain
+from recipe.settings.arguments import parse_arguments
 from recipe.shared.errors import EXIT_CODES
 from tests.clean_process import run_clean
 from tests.documents import (
@@ -29,13 +31,18 @@ from tests.documents import (
 from tests.ranks import run_ranks
 from tests.training import train_on_ranks, write_inputs
 
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
 README = (ROOT / "README.md").read_text()
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 DEMO_FOLDER = "runs/demo/checkpoints/latest/hf"
 ALL_COMMANDS = [command for path in documents() for command in shown_commands(path)]
 FAULTS = re.findall(r"```bash\n([^`]*)```\n\n```text\n([^`]*)```", TROUBLES)
 # Flags of programs that are not of this project.
-FOREIGN_FLAGS = {"--shm-size"}
+FOREIGN_FLAGS = {"--shm-size", "--check"}
 
 
 def test_readme_opens_with_exactly_two_commands() -> None:
@@ -49,7 +56,7 @@ def test_readme_opens_with_exactly_two_commands() -> None:
 
 
 def test_there_are_commands_to_check() -> None:
-    assert len(ALL_COMMANDS) > 40
+    assert len(ALL_COMMANDS) > 30
     assert sum(is_training(command.text) for command in ALL_COMMANDS) > 8
 
 
@@ -59,11 +66,12 @@ def workplace(tmp_path: Path) -> Iterator[Path]:
     for name in ("ds_configs", "examples", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "examples" / "hostfile", tmp_path / "hosts")
-    write_inputs(tmp_path)
+    write_inputs(tmp_path, max_position_embeddings=512)
     for run in ("demo", "mine"):
         folder = tmp_path / "runs" / run / "checkpoints" / "latest" / "hf"
         folder.mkdir(parents=True)
         shutil.copy(tmp_path / "model.json", folder / "config.json")
+        (folder / "tokenizer.json").touch()
     with chdir(tmp_path):
         yield tmp_path
 
@@ -73,13 +81,13 @@ def test_a_command_is_read_by_its_program(command: Shown, workplace: Path) -> No
     check_command(command.text)
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", documents(), ids=name_of)
 def test_the_settings_of_training_commands_hold_together(path: Path, workplace: Path) -> None:
     """In order, after the plans that some of them train by; a command of troubleshooting.md ends as that page says."""
     for command in shown_commands(path):
         if command.text.startswith("gather-moe plan") and "--write" in command.text:
             assert recipe.cli.main(command.text.split()[1:]) == 0
-        if is_training(command.text) and path.name != "troubleshooting.md":
+        if is_training(command.text) and name_of(path) != "docs/troubleshooting.md":
             request = settle(command.text)
             assert request.settings.schedule.max_steps != 0, command
 
@@ -129,7 +137,7 @@ def test_every_exit_code_is_in_the_table() -> None:
     assert [int(code) for code in re.findall(r"^\| (\d+) \|", TROUBLES, re.M)] == list(EXIT_CODES)
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", documents(), ids=name_of)
 def test_a_flag_that_is_named_exists(path: Path) -> None:
     scripts = "".join(script.read_text() for script in ROOT.glob("benchmarks/**/*.py"))
     prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
@@ -138,7 +146,7 @@ def test_a_flag_that_is_named_exists(path: Path) -> None:
     assert not unknown
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", documents(), ids=name_of)
 def test_a_file_that_is_named_exists(path: Path) -> None:
     """Links, from the document's own folder; and names in backticks, from the top."""
     text = path.read_text()
@@ -149,7 +157,7 @@ def test_a_file_that_is_named_exists(path: Path) -> None:
         assert (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", documents(), ids=name_of)
 def test_a_link_to_a_heading_finds_it(path: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#]*)#([^)]*)\)", path.read_text()):
         target = path.parent / link if link else path
@@ -164,3 +172,43 @@ def test_the_lines_that_load_and_generate_run_in_a_clean_process(tmp_path: Path)
     assert DEMO_FOLDER in block
     script = block.replace(DEMO_FOLDER, str(tmp_path / "run" / "checkpoints" / "latest" / "hf"))
     assert "def main():" in run_clean(script, [], tmp_path, cold=True)
+
+
+# What makes a training of minutes one of seconds.
+SMALL = {
+    "block_size": 16,
+    "learning_rate": 1e-2,
+    "max_train_documents": 40,
+    "max_eval_samples": 2,
+    "per_device_train_batch_size": 2,
+    "train_vocab_size": 300,
+}
+
+
+@pytest.mark.slow
+def test_the_first_hour_runs_at_a_reduced_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every training of getting-started.md in its order, in one folder: demo, resume, own text, resume, chat."""
+    monkeypatch.chdir(ROOT)
+    write_inputs(tmp_path, max_position_embeddings=256)
+    (tmp_path / "my_text.txt").write_text((ROOT / "docs" / "training.md").read_text())
+    commands = [c.text for c in shown_commands(ROOT / "docs" / "getting-started.md") if is_training(c.text)]
+    assert len(commands) == 5
+    lasts = []
+    for number, command in enumerate(commands):
+        given = parse_arguments(read_training(command).argv)
+        flags = {name: getattr(given, name) for name in given.given} | SMALL | {"cache_dir": tmp_path / "cache"}
+        flags |= {name: tmp_path / flags[name] for name in ("output_dir", "model_name_or_path") if name in flags}
+        flags |= {name: ROOT / flags[name] for name in ("ds_config", "chat_template") if name in flags}
+        if "config_name" in flags:
+            flags["config_name"] = tmp_path / "model.json"
+        if "train_file" in flags:
+            flags["train_file"] = (tmp_path if flags["train_file"] == "my_text.txt" else ROOT) / flags["train_file"]
+        if "chat_template" in flags:
+            flags["block_size"] = 256
+        if "lr_scheduler_kwargs" in flags:
+            flags["lr_scheduler_kwargs"] = json.dumps(dict(flags["lr_scheduler_kwargs"]))
+        flags |= {"max_steps": 2 + number, "warmup_steps": 1, "save_steps": 2, "eval_steps": 0}
+        results, said = run_ranks(train_on_ranks, 2, flags)[0]
+        lasts.append((results["steps"], any(line.startswith("resuming from") for line in said)))
+        assert results["evaluation"]["eval_loss"] > 0
+    assert lasts == [(2, False), (3, True), (4, False), (5, True), (6, False)]
