@@ -24,7 +24,7 @@ def test_a_step_can_be_followed_in_few_files(title: str) -> None:
     assert len(listed_files(title)) <= MAX_FILES
 
 
-def test_the_rooms_are_those_of_the_page_and_import_only_from_those_before() -> None:
+def test_the_rooms_are_those_of_the_page() -> None:
     rooms = {path.parent.name for path in ROOT.glob("recipe/*/__init__.py")}
     text = PAGE.read_text()
     rows = [line.split("`")[1].rstrip("/") for line in text.splitlines() if line.startswith("| `") and "/` |" in line]
