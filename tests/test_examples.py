@@ -49,10 +49,23 @@ def test_the_slurm_script_starts_what_its_files_describe(monkeypatch: pytest.Mon
     assert (layout.dp, layout.tp, layout.ep) == (2, 8, 8)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hugging Face weights that a run of ours has left."""
+    place = tmp_path_factory.mktemp("trained")
+    run_ranks(train_on_ranks, 2, write_inputs(place, max_position_embeddings=256))
+    return place / "run" / "checkpoints" / "latest" / "hf"
+
+
 @pytest.mark.slow
-def test_the_conversations_train_by_the_template(tmp_path: Path) -> None:
-    flags = write_inputs(tmp_path, max_position_embeddings=256)
-    chat = {"train_file": EXAMPLES / "chat.jsonl", "chat_template": EXAMPLES / "chat.jinja"}
+def test_the_conversations_train_by_the_template(folder: Path, tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path)
+    del flags["config_name"]
+    chat = {
+        "model_name_or_path": folder,
+        "train_file": EXAMPLES / "chat.jsonl",
+        "chat_template": EXAMPLES / "chat.jinja",
+    }
     sizes = {"block_size": 256, "max_steps": 2, "validation_split_percentage": 10}
     results, said = run_ranks(train_on_ranks, 2, flags | chat | sizes)[0]
     assert results["steps"] == 2
@@ -61,14 +74,6 @@ def test_the_conversations_train_by_the_template(tmp_path: Path) -> None:
     assert len(rows) == 16
     template = (tmp_path / "run" / "checkpoints" / "latest" / "hf" / "chat_template.jinja").read_text()
     assert template == (EXAMPLES / "chat.jinja").read_text()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hugging Face weights that a run of ours has left."""
-    place = tmp_path_factory.mktemp("trained")
-    run_ranks(train_on_ranks, 2, write_inputs(place, max_position_embeddings=64))
-    return place / "run" / "checkpoints" / "latest" / "hf"
 
 
 @pytest.mark.slow
