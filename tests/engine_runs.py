@@ -309,15 +309,15 @@ def train_in_trainer(model: Any, batch: Batch, *, folder: Path, accumulation: in
 
 def export(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, case: Case, folder: Path) -> None:
     """Write the weights that an engine was given as Hugging Face files; a function for `run_ranks`."""
-    from modeling.hf_keys import stock_type
-    from recipe.checkpoint.files import WriteNow, complete
+    from modeling.spec import stock_type
+    from recipe.checkpoint.files import Files, complete
     from recipe.checkpoint.native import full_precision_shard
     from recipe.hf.weights import WeightSource, write_weights
     from recipe.shared.ranks import TorchRanks
 
     engine = start(config, state, case)
     source = WeightSource(engine.model, config, engine.mesh, full_precision_shard)
-    files = WriteNow()
+    files = Files()
     write_weights(folder, source=source, model_type=stock_type(config), dtype=torch.float32, files=files)
     complete(files, ranks=TorchRanks())
 

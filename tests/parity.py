@@ -14,12 +14,12 @@ from torch import Tensor
 
 from modeling.build import build_model
 from modeling.config import GatherMoeConfig
-from modeling.hf_keys import stock_type
 from modeling.init import normal_at, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.sharding import cut, join
+from modeling.spec import stock_type
 
 NUM_SEQUENCES, BLOCK_SIZE, NUM_STEPS = 12, 16, 3
 LEARNING_RATE, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 1e-6, 0.1, 0.2

@@ -7,8 +7,8 @@ from typing import Any
 
 from modeling.layout import ModelSizes, ParallelLayout
 from modeling.placement import resident_faults
+from recipe.settings.flags import convert
 from recipe.settings.sources import Sources
-from recipe.settings.values import convert
 
 TOKEN_DTYPES = ("auto", "float8_e4m3")
 COMBINE_DTYPES = ("auto", "float32")

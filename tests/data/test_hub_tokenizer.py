@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from recipe.data.hub_tokenizer import fetch_tokenizer
+from recipe.data.tokenizer import fetch_tokenizer
 from recipe.shared.errors import RanksFailedError
 from recipe.shared.ranks import OneRank, Ranks
 from tests.data_samples import all_tokens, prepare, save_words, write_rows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.hf.adapters import save_finetuned
+from recipe.hf.fine_tuning import save_finetuned
 from tests.engine_runs import Tensors, assert_all_match, read_export
 from tests.hf.test_r_ft_adapters import adapters, ids, open_model, open_with_adapters
 from tests.ranks import run_ranks

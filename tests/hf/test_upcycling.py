@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from modeling.config import GatherMoeConfig
-from modeling.hf_keys import stock_type
+from modeling.spec import stock_type
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model

@@ -7,7 +7,13 @@ from unittest.mock import patch
 
 import pytest
 
-from recipe.shared.errors import EXIT_CODES, CheckpointBrokenError, FolderInUseError, RanksFailedError, RunError, UploadError
+from recipe.shared.errors import (
+    EXIT_CODES,
+    CheckpointBrokenError,
+    RanksFailedError,
+    RunError,
+    UploadError,
+)
 from recipe.shared.ranks import Ranks
 from recipe.shared.together import check_all_see, on_every, on_first, run_in_steps
 from tests.thread_ranks import on_threads

@@ -12,7 +12,7 @@ from modeling.config import GatherMoeConfig
 from modeling.init import shard_table, stored_tensors
 from modeling.layout import ParallelLayout
 from modeling.sharding import join
-from recipe.train.move_experts import move_experts, renumber
+from recipe.train.expert_placement import move_experts, renumber
 from tests.parity import LEARNING_RATE, Case, full_state, make_micro_batches, mixed_config, start_engine
 from tests.ranks import run_ranks
 

@@ -1,37 +1,118 @@
-"""Number a model's experts anew so that every rank gets as much work: the same function, other names in its files.
+"""Placing experts over ranks by their measured loads: in a model in training, and offline in a Hugging Face folder.
 
-An expert's number decides its rank. Numbering experts and the router's rows alike changes nothing in what a model
-computes, but for exact ties among experts, so every program that opened the folder opens the result, too.
+An expert's number decides its rank. Renumbering the experts and the router's rows alike changes nothing in what a model
+computes, but for exact ties among experts: training goes on as it would have, to rounding, and every program that
+opened the folder opens the result, too.
 """
 
 import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from modeling.hf_keys import STOCK_TYPES
+from modeling.mesh import ParallelMesh
+from modeling.moe import GatherMoeSparseBlock
 from modeling.placement import Placement, place_experts
+from modeling.spec import NATIVE, STOCK_TYPES
+from modeling.transfers import RowSplits, all_to_all_rows
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
 from recipe.checkpoint.expert_counts import ExpertCounts, read_expert_counts
 from recipe.checkpoint.folders import CHECKPOINTS_NAME, LATEST
 from recipe.checkpoint.manifest import MANIFEST_NAME, file_faults, read_manifest
-from recipe.hf.config import NATIVE
 from recipe.hf.weights import INDEX_NAME
 from recipe.shared.errors import CheckpointBrokenError
+
+if TYPE_CHECKING:
+    from recipe.engine.engine import Engine
+
+Numbers = Sequence[int]  # the new number of every expert of a layer
 
 PLACEMENT_NAME = "placement.json"
 HF_NAME = "hf"  # as a checkpoint calls its Hugging Face folder; the code that writes it would bring DeepSpeed along
 _BLOCK = r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?:mlp|block_sparse_moe)\."
 _EXPERT = re.compile(rf"(?P<before>{_BLOCK}experts\.)(?P<expert>\d+)(?P<after>\..+)")
 _ROUTER = re.compile(rf"{_BLOCK}gate\.\w+")
+
+
+def place_by_counts(engine: "Engine", counts: ExpertCounts, *, say: Callable[[str], None]) -> list[tuple[int, ...]]:
+    """Place the experts of a model in training by what they were sent; return their new numbers. Collective."""
+    placements = [place_experts(layer, num_ranks=engine.mesh.layout.ep) for layer in counts.counts]
+    numbers = [placement.numbers for placement in placements]
+    move_experts(engine, numbers)
+    before, after = (max(values) for values in zip(*((p.rho_now, p.rho) for p in placements), strict=True))
+    say(
+        f"experts placed by the routing of steps {counts.first_step} to {counts.last_step}: in the most uneven "
+        f"layer the busiest rank's load over the mean goes from {before:.3f} to {after:.3f}"
+    )
+    return numbers
+
+
+def move_experts(engine: "Engine", numbers_by_layer: Sequence[Numbers]) -> None:
+    """Renumber every MoE layer's experts: weights and moments move between the ranks of a group.
+
+    Collective over the whole world; after a load or a step. The loads by which the next step's copies are chosen are
+    renumbered, too.
+    """
+    # Here, since it loads DeepSpeed, which the offline command does without.
+    from recipe.checkpoint.native import link_moments, parts_in_place, read_training_state, write_training_state
+
+    def change(parameter: nn.Parameter, how: Callable[[Tensor], Tensor]) -> None:
+        state = [how(part) for part in read_training_state(engine, parameter)]
+        write_training_state(engine, parameter, state)
+
+    blocks = [module for module in engine.model.modules() if isinstance(module, GatherMoeSparseBlock)]
+    link_moments(engine)
+    with parts_in_place(engine):
+        for block, numbers in zip(blocks, numbers_by_layer, strict=True):
+            for parameter in (block.experts.gate_up_proj, block.experts.down_proj):
+                change(parameter, partial(exchange_experts, numbers=numbers, mesh=engine.mesh))
+            change(block.gate.weight, partial(renumber, numbers=numbers))
+            bias = block.gate.e_score_correction_bias
+            if bias is not None:
+                bias.copy_(renumber(bias, numbers))
+    loads = engine.loads()
+    if loads is not None:
+        moved = [renumber(torch.tensor(layer), numbers) for layer, numbers in zip(loads, numbers_by_layer, strict=True)]
+        engine.restore_loads([layer.tolist() for layer in moved])
+
+
+def renumber(x: Tensor, numbers: Numbers) -> Tensor:
+    """Return rows [E, ...] in the order of their new numbers."""
+    out = torch.empty_like(x)
+    out[torch.tensor(numbers, device=x.device)] = x
+    return out
+
+
+def exchange_experts(x: Tensor, numbers: Numbers, *, mesh: ParallelMesh) -> Tensor:
+    """Exchange this rank's experts [e, ...] for those it has after renumbering. Collective.
+
+    Only ranks with the same slice of their experts exchange rows. Rows are sent in the order of their new rank and
+    number, and received in the order of their old rank and new number.
+    """
+    here, num_local, peers = mesh.ep_rank, x.shape[0], mesh.expert_peers
+    old_of = sorted(range(len(numbers)), key=lambda old: numbers[old])  # by new number
+    leaving = [old for old in old_of if old // num_local == here]
+    arriving = sorted(old_of[here * num_local :][:num_local], key=lambda old: old // num_local)
+    send, receive = [0] * mesh.layout.tp, [0] * mesh.layout.tp
+    for old in leaving:
+        send[peers[numbers[old] // num_local]] += 1
+    for old in arriving:
+        receive[peers[old // num_local]] += 1
+    assert mesh.group is not None
+    rows = all_to_all_rows(x[[old % num_local for old in leaving]], RowSplits(send, receive), mesh.group)
+    out = torch.empty_like(x)
+    out[[numbers[old] % num_local for old in arriving]] = rows
+    return out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +125,9 @@ class Source:
 
 
 def find_source(path: Path, *, counts_file: Path | None, num_ranks: int | None) -> Source:
-    """What `path` offers: a run folder (its latest checkpoint), a checkpoint, or a Hugging Face folder.
+    """Find weights and counts at `path`: a run folder (its latest checkpoint), a checkpoint, or a Hugging Face folder.
 
-    A checkpoint brings its counts and its ep along, which `counts_file` and `num_ranks` replace; a Hugging Face folder
+    A checkpoint has counts and an ep of its own, which `counts_file` and `num_ranks` replace; a Hugging Face folder
     needs both. ValueError where something is missing, CheckpointBrokenError where the checkpoint is damaged.
     """
     folder = path / CHECKPOINTS_NAME / LATEST if (path / CHECKPOINTS_NAME).is_dir() else path
@@ -71,12 +152,12 @@ def find_source(path: Path, *, counts_file: Path | None, num_ranks: int | None) 
 
 
 def place_all(source: Source) -> list[Placement]:
-    """A placement for each MoE layer."""
+    """Compute a placement for each MoE layer."""
     return [place_experts(counts, num_ranks=source.num_ranks) for counts in source.counts.counts]
 
 
 def describe(source: Source, placements: Sequence[Placement]) -> Iterator[str]:
-    """The lines that the command prints."""
+    """Yield the lines that the command prints."""
     counts = source.counts
     yield (
         f"{counts.num_experts} experts over ep={source.num_ranks} ranks, by the routing of steps "
@@ -90,8 +171,8 @@ def describe(source: Source, placements: Sequence[Placement]) -> Iterator[str]:
 def write_placed(source: Source, placements: Sequence[Placement], *, out: Path) -> None:
     """Write the folder with its experts numbered anew; `out` appears only when complete.
 
-    One file's tensors are in memory at a time. Beside them lies placement.json: the new number of each expert, what it
-    was made from, and rho before and after.
+    One file's tensors are in memory at a time. placement.json beside them has the new number of each expert, the counts
+    it was made from, and rho before and after.
     """
     if out.exists():
         raise ValueError(f"--out {out} exists already; name a folder that does not")
@@ -115,7 +196,7 @@ def write_placed(source: Source, placements: Sequence[Placement], *, out: Path) 
 
 
 def _files_of(folder: Path) -> dict[str, list[str]]:
-    """Every safetensors file of a folder with the names of its tensors."""
+    """Return every safetensors file of a folder with the names of its tensors."""
     files = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as reader:
@@ -128,7 +209,7 @@ def _files_of(folder: Path) -> dict[str, list[str]]:
 def _numbers_by_layer(
     files: Mapping[str, list[str]], *, source: Source, placements: Sequence[Placement]
 ) -> dict[int, tuple[int, ...]]:
-    """The new numbers by layer of the model, after checking that its tensors are those the placements speak of."""
+    """Return the new numbers by layer of the model, after checking that its tensors match the placements."""
     folder, num_experts = source.hf_folder, source.counts.num_experts
     found: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     routers = set()
@@ -151,15 +232,15 @@ def _numbers_by_layer(
     return {layer: placement.numbers for layer, placement in zip(sorted(found), placements, strict=True)}
 
 
-def _write_file(old: Path, new: Path, *, numbers: Mapping[int, Sequence[int]]) -> None:
+def _write_file(old: Path, new: Path, *, numbers: Mapping[int, Numbers]) -> None:
     with safe_open(old, framework="pt") as reader:
         metadata = reader.metadata()
         tensors = {_rename(n, numbers): _permute(n, reader.get_tensor(n), numbers) for n in reader.keys()}  # noqa: SIM118
     save_file(tensors, new, metadata=metadata)
 
 
-def _write_index(old: Path, new: Path, *, numbers: Mapping[int, Sequence[int]]) -> None:
-    """Experts keep their file, so that the index changes with their names."""
+def _write_index(old: Path, new: Path, *, numbers: Mapping[int, Numbers]) -> None:
+    """Write the index with the experts' new names; each tensor stays in its file."""
     if not old.is_file():
         return
     index = json.loads(old.read_text(encoding="utf-8"))
@@ -168,18 +249,14 @@ def _write_index(old: Path, new: Path, *, numbers: Mapping[int, Sequence[int]]) 
     new.write_text(text + "\n", encoding="utf-8")
 
 
-def _rename(name: str, numbers: Mapping[int, Sequence[int]]) -> str:
+def _rename(name: str, numbers: Mapping[int, Numbers]) -> str:
     match = _EXPERT.fullmatch(name)
     if match is None:
         return name
     return f"{match['before']}{numbers[int(match['layer'])][int(match['expert'])]}{match['after']}"
 
 
-def _permute(name: str, tensor: Tensor, numbers: Mapping[int, Sequence[int]]) -> Tensor:
-    """The rows of a router, and of what else it has per expert, in the order of the new numbers."""
+def _permute(name: str, tensor: Tensor, numbers: Mapping[int, Numbers]) -> Tensor:
+    """Return a router's rows, and what else it has per expert, in the order of the new numbers; else the tensor."""
     match = _ROUTER.fullmatch(name)
-    if match is None:
-        return tensor
-    out = torch.empty_like(tensor)
-    out[torch.tensor(numbers[int(match["layer"])])] = tensor
-    return out
+    return tensor if match is None else renumber(tensor, numbers[int(match["layer"])])

@@ -1,6 +1,6 @@
 """Fine-tuning what was exported: the names PEFT needs for every model type, and a save that is whole or fails.
 
-The experts are 3-D parameters, not linear layers, and PEFT leaves out without an error what a name does not find.
+The experts are 3-D parameters, not linear layers, and PEFT skips a name that it does not find without an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")
 
 
 def lora_targets(model: nn.Module, *, adapt: Sequence[str] = ("attention", "experts")) -> dict[str, Any]:
-    """Keyword arguments of peft's LoraConfig, `target_modules` and `target_parameters`, for parts of an opened model.
+    """Return keyword arguments of peft's LoraConfig, `target_modules` and `target_parameters`, for parts of a model.
 
     adapt   names of PARTS, or ends of names of modules and parameters, like "layers.0.self_attn.q_proj"
 
@@ -56,7 +56,7 @@ def lora_targets(model: nn.Module, *, adapt: Sequence[str] = ("attention", "expe
 
 
 def save_finetuned(model: Any, folder: Path | str) -> None:
-    """Write an adapter (a PeftModel) or a whole transformers model, put together where ZeRO-3 holds it in parts.
+    """Write an adapter (a PeftModel) or a whole transformers model, gathered where ZeRO-3 holds it in parts.
 
     Collective. Under DeepSpeed `model` is what is inside the engine. Weights keep their type; rank 0 holds them all.
 
@@ -86,9 +86,9 @@ def save_finetuned(model: Any, folder: Path | str) -> None:
 
 
 def check_saved(folder: Path | str, *, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
-    """Raise ValueError unless the safetensors of a folder hold whole tensors, and just these where shapes are given.
+    """Raise ValueError unless the safetensors of a folder hold whole tensors, and exactly those of `shapes` if given.
 
-    What Trainer saved under ZeRO-3 may be empty or not there at all.
+    Tensors that Trainer saved under ZeRO-3 may be empty or missing.
     """
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -98,7 +98,7 @@ def check_saved(folder: Path | str, *, shapes: Mapping[str, tuple[int, ...]] | N
     if empty or not found:
         raise ValueError(
             f"{folder} holds {len(found)} tensors, {len(empty)} of them empty, like {empty[:3]}: the parameters were "
-            "not gathered when it was saved; use recipe.hf.adapters.save_finetuned on all ranks, or set "
+            "not gathered when it was saved; use recipe.hf.fine_tuning.save_finetuned on all ranks, or set "
             '"stage3_gather_16bit_weights_on_model_save": true for Trainer'
         )
     if shapes is not None and found != shapes:
@@ -107,7 +107,7 @@ def check_saved(folder: Path | str, *, shapes: Mapping[str, tuple[int, ...]] | N
 
 
 def _finds(end: str, names: set[str]) -> bool:
-    """As peft looks targets up: the whole name, or its end after a dot."""
+    """Return whether peft finds the target: as a whole name, or as the end of one after a dot."""
     return any(name == end or name.endswith(f".{end}") for name in names)
 
 
@@ -116,7 +116,7 @@ def _shape(tensor: Tensor) -> Sequence[int]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on the host's side of ZeRO-3, in its own type. Collective where it is in parts."""
+    """Return the whole tensor in its own type, gathered on the CPU where ZeRO-3 has it in parts; then collective."""
     if not hasattr(tensor, "ds_shape"):
         return tensor.detach()
     from recipe.checkpoint.native import full_precision_shard

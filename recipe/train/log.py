@@ -1,9 +1,7 @@
-"""Where a run's numbers go: a progress bar, metrics.jsonl, TensorBoard, and JSON files that are whole or not there."""
+"""Where a run's records go: the progress bar, metrics.jsonl and TensorBoard."""
 
 import importlib.util
 import json
-import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -11,17 +9,9 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from recipe.shared.json_files import json_text, replace_text
+from recipe.shared.units import GIB
 from recipe.train.metrics import EvalRecord, StepRecord
-
-GIB = 2**30
-
-
-def write_json(path: Path, value: object) -> None:
-    """Replace `path` in one step: a reader, or a crash, sees the old file or the new one.
-
-    A number that is not finite is written as null, since JSON has no word for it.
-    """
-    _replace(path, _dump(value, indent=2) + "\n")
 
 
 class MetricsWriter:
@@ -43,7 +33,7 @@ class MetricsWriter:
     def write(self, record: StepRecord | EvalRecord) -> None:
         """Write the record; it is in the file, for other programs to read, when this returns."""
         values = record.as_dict()
-        self._file.write(_dump(values, indent=None) + "\n")
+        self._file.write(json_text(values) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in _scalars(values):
@@ -64,7 +54,7 @@ class MetricsWriter:
 
 
 class ProgressBar:
-    """A bar over optimizer steps with loss, tokens per second, memory and time left; silent where `show` is false."""
+    """Shows a bar over optimizer steps with loss, tokens per second, memory and time left; nothing without `show`."""
 
     def __init__(self, max_steps: int, *, first_step: int, show: bool, say: Callable[[str], None] = print) -> None:
         self._say = say
@@ -74,11 +64,11 @@ class ProgressBar:
         self._bar.update(1)
 
     def show(self, record: StepRecord) -> None:
-        """Put the record's numbers behind the bar."""
+        """Show the record's numbers after the bar."""
         self._bar.set_postfix_str(describe_step(record))
 
     def say(self, text: str) -> None:
-        """Say a line above the bar; nothing where the bar is not shown."""
+        """Print a line above the bar; nothing where the bar is not shown."""
         if not self._bar.disable:
             with tqdm.external_write_mode():
                 self._say(text)
@@ -88,7 +78,7 @@ class ProgressBar:
 
 
 def describe_step(record: StepRecord) -> str:
-    """The part of a record that fits behind a progress bar; of the MoE layers the worst one's values."""
+    """Return the part of a record that fits after a progress bar; of the MoE layers the worst one's values."""
     loss = "none" if record.loss is None else f"{record.loss:.4f}"
     text = f"loss {loss}, {record.tokens_per_s:,.0f} tokens/s, {record.peak_memory_bytes / GIB:.2f} GiB"
     if record.rho is None or record.dead_experts is None or record.router_entropy is None:
@@ -119,12 +109,12 @@ def _drop_lines_after(path: Path, *, step: int, say: Callable[[str], None]) -> N
         if line_step <= step:
             kept.append(line)
     if len(kept) < len(lines):
-        _replace(path, "".join(kept))
+        replace_text(path, "".join(kept))
         say(f"{path}: dropped {len(lines) - len(kept)} lines logged after step {step}, which are run again")
 
 
 def tensorboard_faults() -> list[str]:
-    """What keeps `--report_to tensorboard` from working here, to be said before a run touches anything."""
+    """Return what keeps `--report_to tensorboard` from working here, to be said before a run touches anything."""
     if importlib.util.find_spec("tensorboard") is not None:
         return []
     return ["--report_to tensorboard needs the tensorboard package: pip install 'gather-moe[tensorboard]'"]
@@ -145,29 +135,3 @@ def _scalars(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/moe_layer_{index}", item) for index, item in enumerate(value))
         else:
             yield name, value
-
-
-def _dump(value: object, *, indent: int | None) -> str:
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _replace(path: Path, text: str) -> None:
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with staging.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.replace(path)
-    finally:
-        staging.unlink(missing_ok=True)
