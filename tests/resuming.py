@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from modeling.config import GatherMoeConfig
-from modeling.init import shard_table
+from modeling.init import join, shard_table
 from modeling.layout import ParallelLayout
-from modeling.sharding import join
 from recipe.checkpoint.find import Checkpoint
 from tests.parity import (
     BLOCK_SIZE,

@@ -19,7 +19,7 @@ from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.data.batches import MicroBatch
 from recipe.dry_run.ledger import Booked, Ledger, axis_of
-from recipe.dry_run.model_trace import config_of
+from recipe.dry_run.model_trace import config_of, execution_of
 from recipe.engine.engine import Engine, build_optimizer
 from recipe.plan.job import Job
 from recipe.plan.sent import Sent, add_up
@@ -189,7 +189,7 @@ def _see(job: Job, mesh: ParallelMesh, *, engine_config: dict[str, Any], of: Job
     """What one step of this narrow job's engine sends, after those that ZeRO-3 needs to learn its way."""
     recorded = RECORDED if job.zero_stage == 3 else 0
     with _local_rank(), _one_thread(), torch.random.fork_rng(devices=[]):
-        model = GatherMoeForCausalLM(config_of(job), mesh=mesh)
+        model = GatherMoeForCausalLM(config_of(job), mesh=mesh, execution=execution_of(job))
         engine = Engine(model, ds_config=engine_config, optimizer=build_optimizer(model, OPTIMIZER))
         micro_batches = [_micro_batch(job)] * job.accumulation
         for _ in range(1 + -(-recorded // job.accumulation)):

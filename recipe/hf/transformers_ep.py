@@ -16,14 +16,14 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from modeling.collectives import (
+from modeling.comm import (
+    all_gather_rows,
     gather_routing,
     gather_tokens,
     scatter_tokens,
     sum_gradients,
     total_over_group,
 )
-from modeling.transfers import all_gather_rows
 
 NAME = "allgather"
 

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
 from modeling.hf_keys import FileTensor, file_tensors
-from modeling.init import full_shapes, shard_table, stored_tensors
+from modeling.init import full_shapes, paste, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Shard, ShardTable
-from modeling.sharding import paste
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.tensor_file import INDEX_SUFFIX, MAX_FILE_BYTES, bytes_of, file_names, write_index
 from recipe.shared.ranks import Ranks

@@ -70,14 +70,14 @@ def _hide(row: TransferRow, summary: Summary) -> str:
     parallel, facts = summary.facts.get("parallel"), summary.facts
     if parallel is None:
         return "Start them before the work that does not need them, or cut them in chunks."
-    wire, purpose = parallel["wire"], row.route.purpose
+    execution, purpose = parallel["execution"], row.route.purpose
     short = row.sent_bytes is not None and row.sent_bytes / row.num_calls < SHORT_BYTES
     if row.route.among.startswith("dp") or purpose in ("gradients", "optimizer"):
         return _rarer(purpose, facts)
-    if not wire["overlap"]:
+    if not execution["overlap"]:
         return 'Set "overlap": true in the "parallel" block.'
     if purpose in ("attention", "experts", "dense", "head") and not short:
-        chunks = wire["overlap_chunks"]
+        chunks = execution["overlap_chunks"]
         now = "chosen for the link it assumes" if chunks is None else f"now {chunks}"
         more = 2 if chunks is None else 2 * chunks
         return f'Try another "overlap_chunks" ({now}), {more} say, or more tokens in a micro-batch.'

@@ -20,17 +20,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from modeling.comm import RowSplits, all_to_all_rows
 from modeling.mesh import ParallelMesh
 from modeling.moe import GatherMoeSparseBlock
-from modeling.placement import Placement, place_experts
 from modeling.spec import NATIVE, STOCK_TYPES
-from modeling.transfers import RowSplits, all_to_all_rows
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
 from recipe.checkpoint.expert_counts import ExpertCounts, read_expert_counts
 from recipe.checkpoint.folders import CHECKPOINTS_NAME, LATEST
 from recipe.checkpoint.manifest import MANIFEST_NAME, file_faults, read_manifest
 from recipe.hf.weights import INDEX_NAME
 from recipe.shared.errors import CheckpointBrokenError
+from recipe.train.placement import Placement, place_experts
 
 if TYPE_CHECKING:
     from recipe.engine.engine import Engine

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from modeling.auxiliary import TokenSums
 from modeling.layout import ModelSizes
-from modeling.outputs import TokenSums
 from recipe.shared.flops import model_flops_per_token
 
 LOADS = ("rho", "dead_experts", "router_entropy")  # what is logged of every MoE layer

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils.tqdm import disable_progress_bars
 from transformers.utils.logging import set_verbosity
 
-from modeling.build import build_model
 from modeling.config import GatherMoeConfig
+from modeling.init import build_model
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.checkpoint.run_folder import RunFolder
@@ -140,7 +140,8 @@ def prepare_engine(run: Run) -> Engine:
     arguments = run.arguments
     # Numbers drawn while training, as for dropout, are the same within a group and differ between groups.
     torch.manual_seed(arguments.seed + run.mesh.dp_rank)
-    model = build_model(run.config, mesh=run.mesh, seed=arguments.seed)
+    execution = run.settings.parallel.execution
+    model = build_model(run.config, mesh=run.mesh, execution=execution, seed=arguments.seed)
     folder = run.model_folder
     if folder is not None:
         noise = ExpertNoise(arguments.upcycle_noise_std, arguments.seed)
@@ -164,7 +165,7 @@ def start_engine(model: GatherMoeForCausalLM, *, arguments: Arguments, settings:
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     optimizer = build_optimizer(model, settings.optimizer)
     engine = Engine(model, ds_config=settings.engine, optimizer=optimizer, seed=arguments.seed)
-    if settings.parallel.cuda_graph:
+    if settings.parallel.execution.cuda_graph:
         install_graphs(engine.model, capture=CudaCapture())
     return engine
 
@@ -239,18 +240,11 @@ def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    return model_config(arguments, settings=request.settings, model={**request.model, **tokens})
+    return model_config(arguments, model={**request.model, **tokens})
 
 
-def model_config(arguments: Arguments, *, settings: ResolvedConfig, model: Mapping[str, Any]) -> GatherMoeConfig:
+def model_config(arguments: Arguments, *, model: Mapping[str, Any]) -> GatherMoeConfig:
     """Make the configuration of a run's model from the model's own settings and the run's options."""
-    of_this_run: dict[str, Any] = {
-        **run_options(arguments),
-        "experts_backend": settings.parallel.experts_backend,
-        "strategy": settings.parallel.strategy,
-        **asdict(settings.parallel.wire),
-        "use_cache": False,
-    }
-    config = GatherMoeConfig(**model, **of_this_run)
+    config = GatherMoeConfig(**model, **run_options(arguments), use_cache=False)
     config._attn_implementation = arguments.attn_implementation
     return config

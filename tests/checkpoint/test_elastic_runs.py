@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from modeling.outputs import TokenSums
+from modeling.auxiliary import TokenSums
 from recipe.train.metrics import StepMeter, combine_ranks
 from recipe.train.resume import merge_rank_states
 from tests.ranks import run_ranks

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from modeling.placement import place_experts
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
 from recipe.checkpoint.expert_counts import read_expert_counts, write_expert_counts
 from recipe.checkpoint.manifest import Manifest, file_sizes, record_file, write_manifest
@@ -22,6 +21,7 @@ from recipe.cli import main
 from recipe.hf.export import FOLDER
 from recipe.shared.errors import CheckpointBrokenError
 from recipe.train.expert_placement import HF_NAME, find_source, place_all, write_placed
+from recipe.train.placement import place_experts
 from tests.parity import full_state, mixed_config, referee_model, tiny_config
 
 CONFIGS: dict[str, Any] = {

@@ -273,7 +273,7 @@ def test_an_export_in_low_precision_keeps_the_biases_and_so_does_its_reader(tmp_
 
 
 def _load_on(rank: int, world_size: int, config: GatherMoeConfig, case: Case, folder: Path) -> Tensors:
-    from modeling.build import build_model
+    from modeling.init import build_model
     from recipe.hf.load import load_weights
 
     mesh = make_mesh(config, case)

@@ -231,7 +231,7 @@ def test_transfers_are_known_by_what_they_carry_and_copies_by_where_they_go(tmp_
     ],
 )
 def test_what_makes_sums_of_gradients_rarer_depends_on_the_stage(tmp_path: Path, stage: int, advice: str) -> None:
-    facts = {"parallel": {"wire": {"overlap": False}}, "zero_stage": stage, "accumulation": 4}
+    facts = {"parallel": {"execution": {"overlap": False}}, "zero_stage": stage, "accumulation": 4}
     given = comms("allreduce", given=10**6, taken=10**6)
     events = []
     for i, scope in enumerate(("gradients", "optimizer")):

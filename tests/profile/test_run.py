@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from modeling.build import build_model
+from modeling.init import build_model
 from modeling.mesh import one_rank_mesh
 from recipe.plan.job import job_of
 from recipe.plan.traffic import planned_traffic

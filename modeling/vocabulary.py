@@ -1,7 +1,8 @@
-"""Cross-entropy over a vocabulary split across ranks, chunk by chunk.
+"""The vocabulary split over the group: token embedding, language-model head, and cross-entropy chunk by chunk.
 
-Logits of all tokens never exist at once, forward or backward: each chunk's gradient is made in the forward, while its
-logits are at hand, and scaled by the incoming gradient later.
+Rows of both matrices are padded to a multiple of the ranks. Logits of all tokens never exist at once, forward or
+backward: each chunk's gradient is made in the forward, while its logits are at hand, and scaled by the incoming
+gradient later.
 """
 
 from collections.abc import Iterator
@@ -10,16 +11,71 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .collectives import wide
+from .comm import Chunks, GatherInChunks, ScatterInChunks, wide
 from .cost import HEAD_CHUNK_BYTES, head_rows
-from .linear import autocast_inputs
-from .transfers import Chunks, GatherInChunks, ScatterInChunks
+from .linear import autocast_inputs, linear
+from .mesh import ParallelMesh
 
 IGNORED = -100  # transformers' label for "no target here"
 CHUNK_BYTES, CHUNK_BYTES_CUDA = HEAD_CHUNK_BYTES["cpu"], HEAD_CHUNK_BYTES["cuda"]
+
+
+class VocabularyPart(NamedTuple):
+    """This rank's rows: `num_rows` in memory from row `first` on, of which `num_real` are not padding."""
+
+    first: int
+    num_rows: int
+    num_real: int
+
+
+def vocabulary_part(vocab_size: int, mesh: ParallelMesh) -> VocabularyPart:
+    """Cut the vocabulary into equal parts, the last ones padded."""
+    num_rows = -(-vocab_size // mesh.layout.tp)
+    first = mesh.group_rank * num_rows
+    return VocabularyPart(first, num_rows, max(0, min(vocab_size - first, num_rows)))
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """Embeds the tokens whose rows are here, zeros for the others; summed over the group it is the embedding."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, mesh: ParallelMesh) -> None:
+        self.part = vocabulary_part(vocab_size, mesh)
+        super().__init__(self.part.num_rows, hidden_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] int64 -> [..., D], zero where another rank holds the row."""
+        local = ids - self.part.first
+        is_here = (local >= 0) & (local < self.part.num_real)
+        rows = F.embedding(torch.where(is_here, local, 0), self.weight)
+        return torch.where(is_here[..., None], rows, 0.0)
+
+
+class VocabularyHead(nn.Linear):
+    """The rows of the head that are here: logits of one rank's whole vocabulary, or losses over all ranks' parts."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, mesh: ParallelMesh) -> None:
+        self.part = vocabulary_part(vocab_size, mesh)
+        super().__init__(hidden_size, self.part.num_rows, bias=False)
+        self.group = mesh.group
+
+    def forward(
+        self, x: Tensor, *, targets: Tensor | None = None, z_coef: float = 0.0, chunks: Chunks | None = None
+    ) -> Any:
+        """x [..., D] -> logits [..., v] of the rows here; with targets [...], the TokenLosses instead.
+
+        For the losses x may be this rank's tokens [t, D] alone, the targets all ranks': `chunks` says how they travel.
+        """
+        if targets is None:
+            return linear(x, self.weight)
+        # On one process transformers may have resized the vocabulary.
+        num_real = self.weight.shape[0] if self.group is None else self.part.num_real
+        vocabulary = Vocabulary(self.part.first, num_real, self.group)
+        x, targets_T = x.flatten(0, -2), targets.flatten()
+        chunks = chunks or Chunks(x.shape[0])
+        return vocab_parallel_losses(x, self.weight, targets_T, vocabulary=vocabulary, chunks=chunks, z_coef=z_coef)
 
 
 class TokenLosses(NamedTuple):

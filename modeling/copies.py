@@ -1,26 +1,182 @@
-"""Copies of hot experts on other ranks: which to hold where, and how a micro-batch's rows are shared by the holders.
+"""Copies of hot experts on other ranks: which to hold where, how rows are shared by the holders, and how copies travel.
 
-After the all-gather every rank knows the routing of all tokens, so every rank computes the same shares and no message
-is needed. The work is on the device, on shapes that do not depend on the routing, and nothing is read by the host.
+A step is: `fill` before its first micro-batch, forwards and backwards that hand the slots out and never fill them
+(recomputed ones neither), `drop` when the weights have changed. Copies go between ranks that hold the same slice of
+their experts. The host knows what travels since `fill`, so no micro-batch waits for it.
 
-How even the loads can be follows from sets of ranks: rows of experts that no rank outside a set holds must be done
-inside it, so the densest set bounds the busiest rank from below, and shares that reach the bound exist (Hall, 1935).
+After the all-gather every rank knows the routing of all tokens, so every rank computes the same shares of rows and no
+message is needed. The work is on the device, on shapes that do not depend on the routing, and nothing is read by the
+host. How even the loads can be follows from sets of ranks: rows of experts that no rank outside a set holds must be
+done inside it, so the densest set bounds the busiest rank from below, and shares that reach the bound exist (Hall,
+1935).
 
 Shape letters beside the usual ones: P ranks that share the experts (ep), C slots for copies on each, S = 2 ** P sets of
 ranks, bit p of a set standing for rank p; K = P * C slots, M = E + K homes and slots, R = T * A pairs.
 Expert i lives on rank i // (E / P). A copy of a rank's own expert means an empty slot.
 """
 
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from .placement import check_copies
+from .comm import RowSplits, all_to_all_rows, wide
+from .config import GatherMoeConfig
+from .execution import Execution, check_copies, resident_faults
+from .experts import GatherMoeExperts
+from .linear import autocast_inputs
+from .mesh import ParallelMesh
 
 SWEEPS = 2
 SQUARINGS = 4  # densities to the power of 16: close to the maximum, and yet every dense set counts
 FIXED_POINT = 2**40
+
+
+class ExpertsWithCopies(GatherMoeExperts):
+    """The same experts, and slots for copies of other ranks'; `held` is None as long as no copies are to be used."""
+
+    def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh, execution: Execution) -> None:
+        """ValueError where this layout cannot have so many slots."""
+        super().__init__(config, mesh=mesh, execution=execution)
+        for fault in resident_faults(execution, num_experts=self.num_experts, num_ranks=mesh.layout.ep):
+            raise ValueError(fault)
+        self.num_slots = execution.resident_experts
+        self.held: HeldCopies | None = None
+        self._slot_weights: tuple[Tensor, ...] = ()
+
+    def slots(self, ids_TA: Tensor) -> Tensor:
+        if self.held is None:
+            return super().slots(ids_TA)
+        return self.held.slots(ids_TA, num_experts=self.num_experts)
+
+    def stacks(self) -> Sequence[Tensor]:
+        if self.held is None:
+            return super().stacks()
+        own = (self.gate_up_proj, self.down_proj)
+        return _UseCopies.apply(self.held, *autocast_inputs(*own, *self.held.weights))
+
+    def copies_PC(self, device: torch.device) -> Tensor:
+        """The expert in each slot of each rank, [P, C] int64; one of the rank's own, an empty slot, if none is held."""
+        if self.held is not None:
+            return self.held.copies_PC
+        own_P = torch.arange(0, self.num_experts, self.num_local, device=device)
+        return own_P[:, None].expand(-1, self.num_slots)
+
+    @torch.no_grad()
+    def fill(self, copies: Sequence[Sequence[int]]) -> None:
+        """Get the weights of the experts that `copies` says for the slots here, and give those that others need.
+
+        `copies` has the experts in the slots of every share of experts, the same on all ranks. Collective over the
+        group, unless all slots stay empty.
+        """
+        traffic = copy_traffic(copies, num_local=self.num_local, mesh=self.mesh)
+        self.held = None
+        if all(expert // self.num_local == rank for rank, slots in enumerate(copies) for expert in slots):
+            return
+        own = (self.gate_up_proj, self.down_proj)
+        # One buffer for all steps, at one address.
+        self._slot_weights = self._slot_weights or tuple(w.new_zeros(self.num_slots, *w.shape[1:]) for w in own)
+        lent_L, filled_F, copies_PC = (
+            torch.tensor(numbers, dtype=torch.int64, device=own[0].device)
+            for numbers in (traffic.lent, traffic.filled, copies)
+        )
+        for buffer, weight in zip(self._slot_weights, own, strict=True):
+            arrived = all_to_all_rows(weight.index_select(0, lent_L), traffic.splits, _group(self.mesh))
+            buffer.index_copy_(0, filled_F, arrived)
+        self.held = HeldCopies(self._slot_weights, copies_PC, filled_F, traffic, self.mesh)
+
+    def drop(self) -> None:
+        """Use the slots no more until they are filled again: the weights they are copies of have changed."""
+        self.held = None
+
+
+class CopyTraffic(NamedTuple):
+    """What travels for one layer's copies, as one rank sees it; host numbers.
+
+    lent    experts of this rank (numbers 0 to e - 1) that others hold copies of, by holder and then by slot
+    filled  slots of this rank that hold a copy, by the rank where the expert lives
+    splits  how many weights of them go to and come from every rank of the group
+    """
+
+    lent: list[int]
+    filled: list[int]
+    splits: RowSplits
+
+
+class HeldCopies(NamedTuple):
+    """One layer's copies while they are valid.
+
+    weights    [C, ...]      gate_up and down of the slots here
+    copies_PC  [P, C] int64  the expert in each slot of each rank; one of the rank's own means an empty slot
+    filled_F   [F] int64     `traffic.filled`, so that no backward copies it to the device
+    """
+
+    weights: tuple[Tensor, ...]
+    copies_PC: Tensor
+    filled_F: Tensor
+    traffic: CopyTraffic
+    mesh: ParallelMesh
+
+    def slots(self, ids_TA: Tensor, *, num_experts: int) -> Tensor:
+        """Which of its experts, or from e on which of its copies, this rank computes each pair of ids with: [T, A].
+
+        Every rank finds the same holders from the same ids. Pairs of other ranks get e + C.
+        """
+        holders: Holders = choose_holders(ids_TA, self.copies_PC, num_experts=num_experts)
+        num_ranks, num_copies = self.copies_PC.shape
+        here = holders.rank_TA == self.mesh.ep_rank
+        return torch.where(here, holders.local_TA, num_experts // num_ranks + num_copies)
+
+    def add_home(self, gradients: Sequence[Tensor], *, of_copies: Sequence[Tensor]) -> None:
+        """Send the gradients of the copies home and add, in place, what comes home to those of the experts here.
+
+        Collective over the group. The sum over an expert's holders runs in float32 at least and is rounded once.
+        """
+        lent, _, splits = self.traffic
+        for gradient, of_copy in zip(gradients, of_copies, strict=True):
+            returned = all_to_all_rows(of_copy.index_select(0, self.filled_F), splits.turned(), _group(self.mesh))
+            for expert in dict.fromkeys(lent):
+                parts = [wide(part) for part, number in zip(returned, lent, strict=True) if number == expert]
+                gradient[expert] = sum(parts, start=wide(gradient[expert]))
+
+
+class _UseCopies(torch.autograd.Function):
+    """The experts' weights and those of the copies; in the backward the gradients of the copies go home."""
+
+    @staticmethod
+    def forward(ctx: Any, held: HeldCopies, *stacks: Tensor) -> tuple[Tensor, ...]:
+        ctx.held = held
+        # The same memory, so that autograd complains should the slots be filled again before the backward.
+        return tuple(stack.detach() for stack in stacks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own, of_copies = grads[:2], grads[2:]
+        ctx.held.add_home(own, of_copies=of_copies)
+        return None, *own, *[None] * len(of_copies)
+
+
+def copy_traffic(copies: Sequence[Sequence[int]], *, num_local: int, mesh: ParallelMesh) -> CopyTraffic:
+    """Who sends what to whom, from the experts in all slots; an expert that lives on its slot's rank goes nowhere."""
+    here, others = mesh.ep_rank, [rank for rank in range(len(copies)) if rank != mesh.ep_rank]
+    lent_to: dict[int, list[int]] = defaultdict(list)
+    filled_from: dict[int, list[int]] = defaultdict(list)
+    for rank in others:
+        lent_to[rank] = [expert - here * num_local for expert in copies[rank] if expert // num_local == here]
+        filled_from[rank] = [slot for slot, expert in enumerate(copies[here]) if expert // num_local == rank]
+    send, receive = [0] * mesh.layout.tp, [0] * mesh.layout.tp
+    for share, peer in enumerate(mesh.expert_peers):
+        send[peer], receive[peer] = len(lent_to[share]), len(filled_from[share])
+    lent, filled = ([n for rank in others for n in by_share[rank]] for by_share in (lent_to, filled_from))
+    return CopyTraffic(lent, filled, RowSplits(send, receive))
+
+
+def _group(mesh: ParallelMesh) -> ProcessGroup:
+    assert mesh.group is not None
+    return mesh.group
 
 
 class RowShares(NamedTuple):
@@ -121,13 +277,8 @@ def share_rows(counts_E: Tensor, copies_PC: Tensor) -> RowShares:
 
 
 def largest_loads(counts_LE: Tensor, *, copies_LPC: Tensor) -> Tensor:
-    """Rows of the busiest rank of each layer, int64 [L], for counts of rows [L, E]: what `choose_holders` reaches.
-
-    Any number of ranks where there are no slots: then each does its own experts' rows, and no set has to be looked at.
-    """
-    num_layers, num_ranks, num_copies = copies_LPC.shape
-    if not num_copies:
-        return counts_LE.unflatten(1, (num_ranks, -1)).sum(-1).amax(-1)
+    """Rows of the busiest rank of each layer, int64 [L], for counts of rows [L, E]: what `choose_holders` reaches."""
+    num_layers, num_ranks, _ = copies_LPC.shape
     sets_S, size_S = _rank_sets(num_ranks, device=counts_LE.device)
     held_LES = _held_inside(_holder_bits(copies_LPC, num_experts=counts_LE.shape[1]), sets_S)
     demand_LS = torch.where(held_LES, counts_LE[..., None], 0).sum(1)
@@ -135,7 +286,11 @@ def largest_loads(counts_LE: Tensor, *, copies_LPC: Tensor) -> Tensor:
 
 
 def least_loads(counts_LE: Tensor, *, num_ranks: int, num_copies: int) -> Tensor:
-    """A bound to `largest_loads` over all choices of copies, int64 [L]; `copies_bound` in placement.py says why."""
+    """A bound to `largest_loads` over all choices of copies, int64 [L].
+
+    Out of a set of ranks at most `num_copies` experts for every rank outside it can be copied; the rows of the others
+    stay inside.
+    """
     num_experts = counts_LE.shape[1]
     sets_S, size_S = _rank_sets(num_ranks, device=counts_LE.device)
     falling_LE, order_LE = counts_LE.sort(dim=-1, descending=True)

@@ -68,7 +68,7 @@ def multiply_rows(
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of out [R, O]: rows of x [R, I] times their expert's weight [O, I] transposed; zeros for no expert.
+    """One tile of out [R, O]: rows of x [R, I] times their expert's weight [O, I] transposed; zeros for padding rows.
 
     Programs go down BAND row tiles before they go on to the next columns, so that those which run at the same time
     share rows and weights in the cache. The grid is a whole number of bands.
@@ -88,7 +88,7 @@ def multiply_rows(
     x_at = x_RI + row_64[:, None] * stride_x_row
     weight_at = weight_eOI + expert.to(tl.int64) * stride_weight_expert + out[None, :] * stride_weight_out
     total = tl.zeros((HEIGHT, WIDTH), dtype=tl.float32)
-    # Rows of no expert hold anything, so they must not be read.
+    # Padding rows hold anything, so they must not be read.
     num_summed = tl.where(expert < num_experts, num_in, 0)
     for start in range(0, num_summed, DEPTH):
         i = start + depth

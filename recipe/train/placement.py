@@ -1,4 +1,4 @@
-"""Which rank holds which experts so that their work is even, and how even it can be at all; standard library only.
+"""Which rank should hold which experts so that their work is even, from how many rows each was sent.
 
 Without copies an expert's rows are computed where it lives, so the busiest rank decides how long a layer takes. rho is
 that rank's load over the mean load. Every rank holds the same number of experts: expert i lives on rank i // (E / ep).
@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-# Copies are chosen and shared by looking at all sets of ranks, of which there are 2 ** ep.
-MAX_RANKS_WITH_COPIES = 12
+from modeling.execution import check_experts_divide
 
 
 class Placement(NamedTuple):
@@ -47,80 +46,6 @@ def place_experts(loads: Sequence[float], *, num_ranks: int) -> Placement:
     for number, expert in enumerate(expert for rank in ranks for expert in rank):
         numbers[expert] = number
     return Placement(tuple(numbers), worst_now / mean, worst / mean, _placement_bound(loads, num_ranks=num_ranks))
-
-
-def optimal_load(loads: Sequence[float], *, holders: Sequence[int], num_ranks: int) -> float:
-    """The smallest possible load of the busiest rank, where any holder of an expert may take a share of its rows.
-
-    `holders` has a bit for every rank that holds the expert. A set of ranks must do by itself what no rank outside it
-    can do; the densest set decides, and its density can be reached (Hall, 1935, for shares: max-flow min-cut).
-    """
-    return max(
-        math.fsum(load for load, held in zip(loads, holders, strict=True) if not held & ~ranks) / ranks.bit_count()
-        for ranks in range(1, 2**num_ranks)
-    )
-
-
-def copies_bound(loads: Sequence[float], *, num_ranks: int, num_copies: int) -> float:
-    """No choice of `num_copies` copies on every rank lets the busiest rank have a load below this.
-
-    Out of a set of ranks at most `num_copies` experts for every rank outside it can be copied; what the others were
-    sent stays inside.
-    """
-    check_copies(len(loads), num_ranks=num_ranks, num_copies=num_copies)
-    num_local = len(loads) // num_ranks
-
-    def stays_in(ranks: int) -> float:
-        inside = sorted((load for i, load in enumerate(loads) if ranks >> i // num_local & 1), reverse=True)
-        return math.fsum(inside[num_copies * (num_ranks - ranks.bit_count()) :])
-
-    return max(stays_in(ranks) / ranks.bit_count() for ranks in range(1, 2**num_ranks))
-
-
-def check_copies(num_experts: int, *, num_ranks: int, num_copies: int) -> None:
-    """ValueError where ranks cannot hold that many copies of other ranks' experts."""
-    check_experts_divide(num_experts, num_ranks=num_ranks)
-    if num_copies and num_ranks > MAX_RANKS_WITH_COPIES:
-        raise ValueError(
-            f"copies of experts on ep={num_ranks} ranks would take work on 2 ** {num_ranks} sets of ranks; "
-            f"use ep of at most {MAX_RANKS_WITH_COPIES}, or no copies"
-        )
-    others = num_experts - num_experts // num_ranks
-    if not 0 <= num_copies <= others:
-        raise ValueError(
-            f"{num_copies} copies do not fit: of num_experts={num_experts} over ep={num_ranks} a rank can copy "
-            f"0 to {others}"
-        )
-
-
-def resident_faults(num_copies: int, *, num_experts: int, num_ranks: int, strategy: str) -> Iterator[str]:
-    """What keeps `num_copies` slots on every rank from being used, in words."""
-    if not num_copies:
-        return
-    if num_copies < 0:
-        yield f"resident_experts={num_copies} must be at least 0, which makes no copies"
-        return
-    if num_ranks == 1:
-        yield (
-            f"resident_experts={num_copies} needs ep > 1: with ep=1 every rank holds a slice of every expert, which is "
-            "even already; use 0"
-        )
-        return
-    if strategy != "gather_tokens":
-        yield (
-            f"resident_experts={num_copies} is for strategy gather_tokens, where every rank knows all routing, not for "
-            f"{strategy}; use 0"
-        )
-    try:
-        check_copies(num_experts, num_ranks=num_ranks, num_copies=num_copies)
-    except ValueError as error:
-        yield f"resident_experts={num_copies}: {error}"
-
-
-def check_experts_divide(num_experts: int, *, num_ranks: int) -> None:
-    if num_ranks < 1 or num_experts % num_ranks:
-        allowed = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-        raise ValueError(f"{num_experts} experts cannot be spread over ep={num_ranks}; ep must be one of {allowed}")
 
 
 def _check_loads(loads: Sequence[float], *, num_ranks: int) -> None:
