@@ -1,7 +1,7 @@
 """Trains LoRA adapters of attention and experts with PEFT and TRL.
 
-`python examples/finetune_lora.py [FOLDER] [OUT]` writes the adapter to OUT/adapter and the model with the adapter merged
-in, an ordinary folder again, to OUT/merged. It needs `pip install peft trl`.
+`python examples/finetune_lora.py [FOLDER] [OUT]` writes the adapter to OUT/adapter, and to OUT/merged the model with
+the adapter merged in, an ordinary folder again. It needs `pip install peft trl`.
 """
 
 import sys
