@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recipe.hf.adapters import lora_targets
 
 from modeling.model import GatherMoeForCausalLM
+from recipe.hf.fine_tuning import lora_targets
 from tests.referee import Batch, Tensors
 
 Exported = Callable[[str], Path]  # the fixture `exported`
