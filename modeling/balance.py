@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from .collectives import total_over_group
 from .mesh import ParallelMesh
 from .router import RouterStatistics
+from .scopes import scope
 
 
 class AuxiliaryLosses(NamedTuple):
@@ -34,6 +35,7 @@ def total_statistics(statistics: list[RouterStatistics], group: ProcessGroup | N
     ]
 
 
+@scope("statistics")
 def counts_so_far(counts_LE: Tensor, *, earlier_LE: Tensor | None, mesh: ParallelMesh) -> Tensor:
     """Choices of each expert [L, E] float64 in the batch so far: this call's of every group, and the earlier calls'.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .cost import ID_BYTES
+from .scopes import scope
 from .transfers import RowSplits, Transfer, all_gather_rows, all_to_all_rows, reduce_scatter_rows, start_gather
 
 
@@ -71,6 +72,7 @@ class RoutingInFlight(NamedTuple):
         return GatheredRouting(ids_TA, weight_bytes.contiguous().view(self.dtype))
 
 
+@scope("routing")
 def start_routing(ids_tA: Tensor, weights_tA: Tensor, group: ProcessGroup) -> RoutingInFlight:
     """Start to gather ids and weights, 2 bytes per id and 4 (8 for float64) per weight, without a backward."""
     id_bytes = ids_tA.to(torch.int16).contiguous().view(torch.uint8)
@@ -113,39 +115,46 @@ class _GatherTokens(torch.autograd.Function):
 
 class _ScatterTokens(torch.autograd.Function):
     @staticmethod
+    @scope("embedding")
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return reduce_scatter_rows(x, group)
 
     @staticmethod
+    @scope("embedding")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather_rows(grad, ctx.group), None
 
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
+    @scope("experts")
     def forward(ctx: Any, x: Tensor, splits: RowSplits, group: ProcessGroup) -> Tensor:
         ctx.splits, ctx.group = splits, group
         return all_to_all_rows(x, splits, group)
 
     @staticmethod
+    @scope("experts")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_to_all_rows(grad, ctx.splits.turned(), ctx.group), None, None
 
 
 class _SumOverGroup(torch.autograd.Function):
     @staticmethod
+    @scope("qk_norm")
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _all_reduce(x, group)
 
     @staticmethod
+    @scope("qk_norm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grad, ctx.group), None
 
 
 class _TotalOverGroup(torch.autograd.Function):
     @staticmethod
+    @scope("statistics")
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         return _all_reduce(x, group)
 
@@ -162,6 +171,7 @@ class _SumGradients(torch.autograd.Function):
         return tuple((wide(p) if upcast else p).view_as(p) for p in parameters)
 
     @staticmethod
+    @scope("replicated")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([g.flatten() for g in grads])
         dist.all_reduce(flat, group=ctx.group)
@@ -179,5 +189,6 @@ class _GatherRouting(torch.autograd.Function):
         return ids_TA, weights_TA
 
     @staticmethod
+    @scope("routing")
     def backward(ctx: Any, _: Tensor, grad_TA: Tensor) -> tuple[None, Tensor, None]:
         return None, reduce_scatter_rows(grad_TA, ctx.group), None

@@ -17,6 +17,7 @@ from .experts import GatherMoeExperts
 from .linear import autocast_inputs
 from .mesh import ParallelMesh
 from .router import Routing
+from .scopes import scope
 from .transfers import RowSplits, all_to_all_rows
 from .wire import Wire
 
@@ -55,10 +56,12 @@ def _gather_tokens(work: Dispatch) -> Dispatched:
     group = work.mesh.group
     assert group is not None
     [x_tD] = autocast_inputs(work.x_tD)
-    transfer = work.wire.expert_tokens(x_tD, group)
+    with scope("experts"):
+        transfer = work.wire.expert_tokens(x_tD, group)
     routing = work.route()
     in_flight = start_routing(routing.expert_ids_tA, routing.weights_tA, group)
-    transfer.gather.start_rest()
+    with scope("experts"):
+        transfer.gather.start_rest()
     ids_TA, weights_TA = in_flight.finish()
     transfer = transfer._replace(weights_TA=weights_TA)
     return Dispatched(work.experts(x_tD, ids_TA, routing.weights_tA, transfer=transfer), routing)
@@ -99,7 +102,8 @@ def _all_to_all(work: Dispatch) -> Dispatched:
     counts = ends.diff()
     splits = _agree_on_splits(counts, work.mesh, read=experts.host_reads.row_splits)
     order = order[: sum(splits.send)]
-    sent_ids = all_to_all_rows(ids[order], splits, group)
+    with scope("routing"):
+        sent_ids = all_to_all_rows(ids[order], splits, group)
     rows_RD = exchange_rows(work.x_tD[order // num_active], splits, group)
     ones_R1 = torch.ones(rows_RD.shape[0], 1, dtype=routing.weights_tA.dtype, device=rows_RD.device)
     y_RD = experts(rows_RD, sent_ids[:, None], ones_R1)
@@ -109,6 +113,7 @@ def _all_to_all(work: Dispatch) -> Dispatched:
     return Dispatched(out_tD.to(work.x_tD.dtype), routing)
 
 
+@scope("routing")
 def _agree_on_splits(counts: Tensor, mesh: ParallelMesh, *, read: Callable[[Tensor], list[list[int]]]) -> RowSplits:
     """Tell every rank how many rows it will get; the host reads the numbers."""
     assert mesh.group is not None

@@ -18,6 +18,7 @@ from .experts_call import Slices
 from .mesh import ParallelMesh
 from .placement import resident_faults
 from .resident import Holders, choose_holders
+from .scopes import scope
 from .transfers import RowSplits, all_to_all_rows
 
 
@@ -58,6 +59,7 @@ class HeldCopies(NamedTuple):
         here = holders.rank_TA == self.mesh.ep_rank
         return torch.where(here, holders.local_TA, num_experts // num_ranks + num_copies)
 
+    @scope("copies")
     def add_home(self, gradients: Slices, *, of_copies: Slices) -> None:
         """Send the gradients of the copies home and add, in place, what comes home to those of the experts here.
 
@@ -84,6 +86,7 @@ class ExpertCopies:
         self.held: HeldCopies | None = None
 
     @torch.no_grad()
+    @scope("copies")
     def fill(self, own: Slices, copies: Sequence[Sequence[int]]) -> None:
         """Get the weights of the experts that `copies` says for the slots here, and give those that others need.
 

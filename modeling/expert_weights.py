@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .experts_call import ExpertsCall, MakePass, Slices
+from .scopes import scope
 from .transfers import KeptChunks, Transfer, one_chunk, start_gather, start_scatter
 
 
@@ -26,6 +27,7 @@ class WholeExperts(NamedTuple):
     in_flight: SlicesInFlight
 
 
+@scope("experts")
 def lend_slices(slices: Slices, group: ProcessGroup) -> SlicesInFlight:
     """Start to gather all ranks' slices of all experts."""
     return SlicesInFlight(start_gather(slices.gate_up[None], group), start_gather(slices.down[None], group))
@@ -36,6 +38,7 @@ def whole_experts(x_tD: Tensor, slots_tA: Tensor, weights_tA: Tensor, slices: Sl
     return _WholeExperts.apply(whole, x_tD, slots_tA, weights_tA, *slices)
 
 
+@scope("gathered")
 def join_slices(in_flight: SlicesInFlight) -> Slices:
     """Put together F/N rows of gate, of up, and columns of down from each rank."""
     halves = in_flight.gate_up.finish().unflatten(2, (2, -1))  # [N, E, 2, f, D]
@@ -43,12 +46,14 @@ def join_slices(in_flight: SlicesInFlight) -> Slices:
     return Slices(gate_up, in_flight.down.finish().permute(1, 2, 0, 3).flatten(2, 3))
 
 
+@scope("experts")
 def return_down(grad_down: Tensor, group: ProcessGroup) -> Transfer:
     """Start to sum whole gradients [E, D, F] over the ranks, each of which gets its columns."""
     columns = grad_down.unflatten(2, (dist.get_world_size(group), -1)).permute(2, 0, 1, 3)  # [N, E, D, f]
     return start_scatter(columns, group)
 
 
+@scope("experts")
 def return_gate_up(grad_gate_up: Tensor, group: ProcessGroup) -> Transfer:
     """Start to sum whole gradients [E, 2F, D] over the ranks, each of which gets its rows of gate and of up."""
     halves = grad_gate_up.unflatten(1, (2, dist.get_world_size(group), -1)).permute(2, 0, 1, 3, 4)  # [N, E, 2, f, D]

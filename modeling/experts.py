@@ -26,6 +26,7 @@ from .experts_grouped import GroupedExperts, Products, TorchProducts, TritonProd
 from .experts_loop import LoopExperts
 from .linear import autocast_inputs
 from .mesh import ParallelMesh
+from .scopes import scope
 from .transfers import Chunks, GatherInChunks, KeptChunks, ScatterInChunks, TokenTransfer, one_chunk
 from .triton_products import grouped_backend
 
@@ -121,6 +122,7 @@ class GatherMoeExperts(nn.Module):
         return partial(GroupedExperts, products=products, recompute=recompute)
 
 
+@scope("routing")
 def _scatter_routing_gradient(grad_TA: Tensor, chunks: Chunks) -> ScatterInChunks:
     """Send the routing weights' gradients [T, A] in chunk order to the ranks that routed, in one piece."""
     whole = chunks._replace(num_chunks=1)
@@ -131,6 +133,7 @@ def _scatter_routing_gradient(grad_TA: Tensor, chunks: Chunks) -> ScatterInChunk
 
 class _Experts(torch.autograd.Function):
     @staticmethod
+    @scope("experts")
     def forward(
         ctx: Any,
         make_pass: MakePass,
@@ -158,6 +161,7 @@ class _Experts(torch.autograd.Function):
         return scatter.finish().to(x_tD.dtype)
 
     @staticmethod
+    @scope("experts")
     def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor | None, ...]:
         chunks: Chunks = ctx.chunks
         held: HeldCopies | None = ctx.held

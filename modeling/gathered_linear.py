@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .linear import autocast_inputs
+from .scopes import scope
 from .transfers import Chunks, GatherInChunks, KeptChunks, ScatterInChunks
 
 
@@ -33,6 +34,7 @@ def linear_scatter(y_TI: Tensor, weight: Tensor, *, chunks: Chunks) -> Tensor:
 
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
+    @scope("attention")
     def forward(ctx: Any, gathering: Gathering, x_tD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         chunks = gathering.chunks
         gather = GatherInChunks(x_tD, chunks)
@@ -45,6 +47,7 @@ class _GatherLinear(torch.autograd.Function):
         return chunks.to_token_order(out_TO).split([w.shape[0] for w in weights], dim=1)
 
     @staticmethod
+    @scope("attention")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         chunks, regather = ctx.gathering
         x, *weights = ctx.saved_tensors
@@ -64,6 +67,7 @@ class _GatherLinear(torch.autograd.Function):
 
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
+    @scope("attention")
     def forward(ctx: Any, chunks: Chunks, y_TI: Tensor, weight_OI: Tensor) -> Tensor:
         scatter = ScatterInChunks(y_TI.new_empty(chunks.num_tokens, weight_OI.shape[0]), chunks)
         for k in range(chunks.num_chunks):
@@ -73,6 +77,7 @@ class _LinearScatter(torch.autograd.Function):
         return scatter.finish()
 
     @staticmethod
+    @scope("attention")
     def backward(ctx: Any, grad_tO: Tensor) -> tuple[None, Tensor, Tensor | None]:
         chunks: Chunks = ctx.chunks
         y_TI, weight_OI = ctx.saved_tensors

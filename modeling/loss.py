@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from .collectives import wide
 from .cost import HEAD_CHUNK_BYTES, head_rows
 from .linear import autocast_inputs
+from .scopes import scope
 from .transfers import Chunks, GatherInChunks, ScatterInChunks
 
 IGNORED = -100  # transformers' label for "no target here"
@@ -76,6 +77,7 @@ def shifted(labels: Tensor) -> Tensor:
 
 class _VocabParallelLosses(torch.autograd.Function):
     @staticmethod
+    @scope("head")
     def forward(
         ctx: Any,
         x_tD: Tensor,
@@ -111,6 +113,7 @@ class _VocabParallelLosses(torch.autograd.Function):
         return nll + z_coef * z, nll, z
 
     @staticmethod
+    @scope("head")
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_tD, grad_weight_vD = ctx.saved_tensors
         grad_x_tD = grad_x_tD * grad.to(grad_x_tD.dtype)

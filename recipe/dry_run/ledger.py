@@ -1,14 +1,11 @@
 """A ledger of the bytes that leave a rank, kept where every collective of torch.distributed passes: its dispatcher.
 
 Whichever function started a collective, waited for or not, forward or backward, ours or another library's, it is
-booked. What counts is what the algorithm has to send, not what a backend happens to: a gather, scatter or all-reduce
-as a ring sends it, an exchange all rows but a rank's own. So the sums that gloo makes of an exchange are booked as the
-reduce-scatter that every other backend does there: the bytes are the same.
+booked, under the scope (modeling/scopes.py) that it ran in. What counts is what the algorithm has to send, not what a
+backend happens to: a gather, scatter or all-reduce as a ring sends it, an exchange all rows but a rank's own.
 """
 
-import sys
-from collections.abc import Callable, Mapping
-from types import FrameType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,33 +16,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling.cost import ID_BYTES, WEIGHT_BYTES
 from modeling.mesh import ParallelMesh
-from recipe.plan.sent import Sent, add_up
+from modeling.scopes import current_scope
 
-# Which code sends for which purpose: module, the start of a function's qualified name, purpose. The innermost frame
-# that is here decides. A dense layer's transfers are those of the same products as attention's.
-PURPOSES = (
-    ("modeling.gathered_linear", "", "attention"),
-    ("modeling.collectives", "start_routing", "routing"),
-    ("modeling.collectives", "_GatherRouting", "routing"),
-    ("modeling.collectives", "_ExchangeRows", "experts"),
-    ("modeling.collectives", "_ScatterTokens", "embedding"),
-    ("modeling.collectives", "_SumGradients", "replicated"),
-    ("modeling.collectives", "_SumOverGroup", "qk_norm"),
-    ("modeling.collectives", "_TotalOverGroup", "statistics"),
-    ("modeling.balance", "", "statistics"),
-    ("modeling.capacity", "", "capacity"),
-    ("modeling.loss", "", "head"),
-    ("modeling.expert_copies", "", "copies"),
-    ("modeling.experts", "_scatter_routing_gradient", "routing"),
-    ("modeling.experts", "", "experts"),
-    ("modeling.expert_weights", "", "experts"),
-    ("modeling.dispatch", "_gather", "experts"),
-    ("modeling.dispatch", "", "routing"),
-    ("recipe.engine.engine", "Engine.count", "counts"),
-    ("recipe.engine.engine", "Engine._move_router_biases", "router_bias"),
-    ("recipe.engine.engine", "", "norm"),
-)
-SUMS_BY_EXCHANGE = ("modeling.transfers", "start_scatter")
+
+class Sent(NamedTuple):
+    """Collectives of one kind, for one purpose, along one axis of the mesh.
+
+    axis        "group" (its tp ranks), "kv" (those of them with the same key-value heads), "dp"
+    op          "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
+    purpose     the scope; "zero" is DeepSpeed
+    sent_bytes  by one rank, as a ring sends them
+    """
+
+    axis: str
+    op: str
+    purpose: str
+    num_calls: int
+    sent_bytes: float
+
+
+def add_up(rows: Iterable[Sent]) -> tuple[Sent, ...]:
+    """Sum rows of the same axis, op and purpose; sorted."""
+    sums: dict[tuple[str, str, str], tuple[int, float]] = {}
+    for axis, op, purpose, num_calls, sent_bytes in rows:
+        calls, total = sums.get((axis, op, purpose), (0, 0.0))
+        sums[axis, op, purpose] = (calls + num_calls, total + sent_bytes)
+    return tuple(Sent(*key, *value) for key, value in sorted(sums.items()))
 
 
 class Volume(NamedTuple):
@@ -62,7 +58,7 @@ class Volume(NamedTuple):
 class Booked(NamedTuple):
     """One collective as this rank took part in it.
 
-    purpose    by PURPOSES, "zero" for DeepSpeed's own, else "other"
+    purpose    the scope it ran in
     num_bytes  of this rank's tensors that go in
     row_bytes  of their last dim
     """
@@ -84,7 +80,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self._book(func._opname, args)
+            self.book(func._opname, args)
         return func(*args, **(kwargs or {}))
 
     def volume(self, *, narrow_bytes: int = 0) -> Volume:
@@ -100,29 +96,17 @@ class Ledger(TorchDispatchMode):
             if entry.group.size() > 1 and entry.op != "barrier"
         )
 
-    def _book(self, name: str, args: Any) -> None:
+    def book(self, name: str, args: Any) -> None:
+        """Enter a collective by the name of its operator; ValueError for one without a rule."""
         if name not in RULES:
             raise ValueError(f"the ledger has no rule for c10d.{name}; it knows {sorted(RULES)}")
         op, rule = RULES[name]
         tensors, sent_bytes = rule(args)
-        frame = sys._getframe(2)
-        if op == "all_to_all" and _is_called_by(frame, SUMS_BY_EXCHANGE):
+        if name == "alltoall_base_" and not args[4]:
+            # Equal parts: gloo has no reduce-scatter that sends as little, so parts are exchanged and summed.
             op = "reduce_scatter"
         row_bytes = _row_bytes(tensors[0])
-        self.booked.append(Booked(op, purpose_of(frame), _group(args), _nbytes(tensors), row_bytes, sent_bytes))
-
-
-def purpose_of(frame: FrameType | None) -> str:
-    """What the code that is running in `frame` communicates for."""
-    while frame is not None:
-        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
-        if module.startswith("deepspeed."):
-            return "zero"
-        for of_module, start, purpose in PURPOSES:
-            if module == of_module and name.startswith(start):
-                return purpose
-        frame = frame.f_back
-    return "other"
+        self.booked.append(Booked(op, current_scope(), _group(args), _nbytes(tensors), row_bytes, sent_bytes))
 
 
 def axis_of(group: ProcessGroup, mesh: ParallelMesh) -> str:
@@ -148,14 +132,6 @@ class _Entry(NamedTuple):
 
     tensors: list[Tensor]
     sent_bytes: float
-
-
-def _is_called_by(frame: FrameType | None, function: tuple[str, str]) -> bool:
-    while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_qualname) == function:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _group(args: Any) -> ProcessGroup:

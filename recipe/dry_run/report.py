@@ -1,15 +1,117 @@
-"""What a dry run found, as lines for people and as one JSON object."""
+"""What a dry run counted, alone or beside the plan, as lines for people and as one JSON object.
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+The only file here that asks the planner for numbers: they are printed beside those counted, and nothing else.
+"""
 
-from recipe.dry_run.found import Compared, ComparedMemory, DryRun
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from modeling.layout import ModelSizes
+from recipe.dry_run.dry_run import DryRun
+from recipe.dry_run.fake_world import even_parts
+from recipe.dry_run.ledger import Sent, add_up
+from recipe.dry_run.live_memory import BLOCK_KINDS, HEAD, block_phase
 from recipe.plan.job import Job
-from recipe.plan.memory import predict_memory
-from recipe.plan.sent import Sent
+from recipe.plan.memory import Moment, moments, predict_memory
+from recipe.plan.model_traffic import num_chunks
+from recipe.plan.traffic import planned_traffic
 from recipe.shared.units import size
 
 WORTH_A_LINE = 2**10  # bytes; losses themselves are a few
+MEMORY_KINDS = ("weights", "gradients", "activations", "gathered", "logits")
+
+
+class Compared(NamedTuple):
+    """A row that was counted, planned, or both; None where there is none."""
+
+    axis: str
+    op: str
+    purpose: str
+    counted: Sent | None
+    planned: Sent | None
+
+    @property
+    def is_equal(self) -> bool:
+        """To the byte; numbers of calls apart."""
+        counted, planned = (0.0 if row is None else row.sent_bytes for row in (self.counted, self.planned))
+        return abs(counted - planned) < 0.5
+
+    @property
+    def has_equal_calls(self) -> bool:
+        counted, planned = (0 if row is None else row.num_calls for row in (self.counted, self.planned))
+        return counted == planned
+
+
+class ComparedMemory(NamedTuple):
+    """Bytes of one kind at the moment that was counted; the plan is of the same kind of moment, not of its bytes."""
+
+    kind: str
+    counted_bytes: int
+    planned_bytes: int
+
+
+def compare(found: DryRun, job: Job, *, rank: int = 0) -> tuple[Compared, ...]:
+    """Pair counted with planned rows. A dense layer's products are counted with attention's, so planned too.
+
+    Calls are those of tensors on a CPU, where the head takes fewer tokens at a time. Rows of an exchange are planned
+    for the rank that was run: where they do not divide, it sends a few more or less than the mean.
+    """
+    planned = (Sent(*row) for row in planned_traffic(replace(_on_cpu(job), rho=even_share(job, rank=rank))))
+    as_counted = (row._replace(purpose="attention") if row.purpose == "dense" else row for row in planned)
+    ours, theirs = _by_key(found.rows), _by_key(add_up(as_counted))
+    return tuple(Compared(*key, ours.get(key), theirs.get(key)) for key in sorted(ours.keys() | theirs.keys()))
+
+
+def even_share(job: Job, *, rank: int) -> float:
+    """Return the rows that `rank` sends in an exchange, over the mean of all ranks: 1 where they divide."""
+    size = job.layout.tp
+    if job.moe_strategy != "all_to_all" or size == 1:
+        return 1.0
+    total = job.num_tokens * job.sizes.num_experts_per_tok // size
+    own = even_parts(total, size=size)[rank % size]
+    return (total - own) / (total * (size - 1) / size)
+
+
+def compare_memory(found: DryRun, job: Job) -> tuple[ComparedMemory, ...]:
+    """Pair counted with planned bytes by kind, at the fullest moment in the part that was counted.
+
+    Both are of one micro-batch of a rank without ZeRO.
+    """
+    alike = replace(_on_cpu(job), layout=replace(job.layout, dp=1), zero={"stage": 0}, accumulation=1)
+    planned = max(_in_part(found.moment, moments(alike), sizes=job.sizes), key=lambda m: sum(_by_kind(m).values()))
+    sums = _by_kind(planned)
+    return tuple(ComparedMemory(kind, found.memory_bytes.get(kind, 0), round(sums[kind])) for kind in MEMORY_KINDS)
+
+
+def _on_cpu(job: Job) -> Job:
+    """Return the same job as it was run, with a CPU's tensors, cut into chunks as on the device."""
+    wire = replace(job.wire, overlap_chunks=num_chunks(job)) if job.wire.overlap else job.wire
+    return replace(job, wire=wire, device="cpu")
+
+
+def _by_key(rows: Iterable[Sent]) -> dict[tuple[str, str, str], Sent]:
+    return {(row.axis, row.op, row.purpose): row for row in rows}
+
+
+def _in_part(part: str, all_moments: Sequence[Moment], *, sizes: ModelSizes) -> list[Moment]:
+    """Return the plan's moments of a part of a micro-batch; those of all parts where none is named so."""
+    of_micro_batch = [m for m in all_moments if m.name == "loss" or m.name.startswith("backward of layer ")]
+    starts = ["loss"] if part == HEAD else []
+    for kind, is_dense in BLOCK_KINDS.items():
+        layers = [i + 1 for i in range(sizes.num_hidden_layers) if (i in sizes.dense_layers) is is_dense]
+        if layers:
+            ends = {"first": layers[0], "last": layers[-1]}
+            starts += [f"backward of layer {n}," for end, n in ends.items() if part == block_phase(end, kind)]
+    return [m for m in of_micro_batch if m.name.startswith(tuple(starts))] or of_micro_batch
+
+
+def _by_kind(moment: Moment) -> dict[str, float]:
+    sums = dict.fromkeys(MEMORY_KINDS, 0.0)
+    for row in moment.rows:
+        if row.kind in sums:
+            sums[row.kind] += row.num_bytes
+    return sums
 
 
 def describe(

@@ -86,8 +86,8 @@ LAYOUTS = {
 
 def counted(job: Job, *, rank: int = 0, **options: Any) -> Any:
     """The dry run and its rows beside the plan's; in a process without a group of its own."""
-    from recipe.dry_run.dry_run import compare, dry_run
-    from recipe.dry_run.quiet import quiet_libraries
+    from recipe.dry_run.dry_run import dry_run
+    from recipe.dry_run.command import quiet_libraries
 
     with quiet_libraries():
         found = dry_run(job, engine_config=engine_config(job), rank=rank, **options)
@@ -117,7 +117,7 @@ def sent_by_ranks(rank: int, world_size: int, job: Job, num_steps: int) -> tuple
     from modeling.build import build_model
     from modeling.mesh import build_mesh
     from recipe.dry_run.ledger import Ledger
-    from recipe.dry_run.model_trace import config_of
+    from recipe.dry_run.fake_world import config_of
     from recipe.engine.engine import Engine
     from tests.engine_runs import Training, micro_batches, optimizer_for, random_batch
     from tests.parity import Case
@@ -159,7 +159,7 @@ def test_the_dry_run_counts_what_real_ranks_send(job: Job, num_steps: int, alone
 def both_ways(job: Job) -> Any:
     """All layers run, and put together from fewer."""
     from recipe.dry_run.fake_world import fake_world
-    from recipe.dry_run.model_trace import trace_micro_batch
+    from recipe.dry_run.dry_run import trace_micro_batch
 
     with fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads) as mesh:
         return [trace_micro_batch(job, mesh, all_layers=every, say=lambda line: None) for every in (True, False)]
@@ -181,8 +181,8 @@ def test_further_layers_add_what_the_second_did(recompute: bool, alone: ProcessP
 def widths(job: Job) -> list[list[Sent]]:
     """The engine's own rows, seen on models of three widths, the last one the full one."""
     from recipe.dry_run.fake_world import fake_world
-    from recipe.dry_run.quiet import quiet_libraries
-    from recipe.dry_run.zero_trace import trace_engine
+    from recipe.dry_run.command import quiet_libraries
+    from recipe.dry_run.engine_trace import trace_engine
 
     with quiet_libraries(), fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads) as mesh:
         return [trace_engine(job, mesh, engine_config=engine_config(job), width=width) for width in (8, 16, 32)]
