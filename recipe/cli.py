@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from recipe.dry_run.command import COMMANDS as DRY_RUN
-from recipe.measure.probe_command import COMMANDS as PROBE
-from recipe.measure.sweep_command import COMMANDS as SWEEP
+from recipe.measure.command import COMMANDS as MEASURE
 from recipe.plan.command import COMMANDS as PLAN
 from recipe.profile.command import COMMANDS as PROFILE
 from recipe.shared.command import Command
@@ -163,9 +162,8 @@ COMMANDS = (
     ),
     *PLAN,
     *DRY_RUN,
-    *PROBE,
+    *MEASURE,
     *PROFILE,
-    *SWEEP,
 )
 
 

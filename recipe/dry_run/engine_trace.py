@@ -53,8 +53,7 @@ def trace_engine(job: Job, mesh: ParallelMesh, *, engine_config: Mapping[str, An
     few = _with_few_tokens(job)
     num_steps = 1 + (-(-LEARNED_FROM // few.accumulation) if job.zero_stage == 3 else 0)
     with patch.dict(os.environ, {"LOCAL_RANK": "0"}), _one_thread(), torch.random.fork_rng(devices=[]):
-        for ledger in _steps(few, mesh, engine_config=engine_config, num_steps=num_steps, large=large):
-            pass  # the last one is that of a run under way
+        ledger = _last_of(num_steps, few, mesh, engine_config=engine_config, large=large)
     first, second = ledger.starts[0], [*ledger.starts, len(ledger.booked)][1]
     rows = []
     for i, entry in enumerate(ledger.booked):
@@ -117,10 +116,10 @@ def _with_few_tokens(job: Job) -> Job:
     )
 
 
-def _steps(
-    job: Job, mesh: ParallelMesh, *, engine_config: Mapping[str, Any], num_steps: int, large: int
-) -> Iterator[UntouchedLedger]:
-    """Run the engine so many steps; one ledger for each."""
+def _last_of(
+    num_steps: int, job: Job, mesh: ParallelMesh, *, engine_config: Mapping[str, Any], large: int
+) -> UntouchedLedger:
+    """Run the engine so many steps; return the ledger of the last one, which is that of a run under way."""
     # Monitors, printing and measuring are left out: they send nothing and write into the run's folders.
     config = {
         **{key: engine_config[key] for key in DECIDES_TRAFFIC if key in engine_config},
@@ -144,7 +143,7 @@ def _steps(
             engine.accumulate(micro_batches, counts=engine.count(micro_batches))
             engine.update(learning_rate=OPTIMIZER.learning_rate)
         hook.remove()
-        yield ledger
+    return ledger
 
 
 @lru_cache(maxsize=1024)

@@ -43,13 +43,11 @@ def test_the_peak_is_of_what_lives_at_once_since_the_restart() -> None:
             del goes
         both = [kib(2), kib(3)]
         assert memory.peak_bytes == 6 * KIB
-        assert [storage.num_bytes for storage in memory.at_peak()] == [3 * KIB, 2 * KIB, KIB]
         del both
         memory.restart()
         assert memory.peak_bytes == KIB
         after = kib(1)
     assert memory.peak_bytes == 2 * KIB
-    assert len(memory.at_peak()) == 2
     assert stays.numel() == after.numel()
 
 
@@ -59,7 +57,7 @@ def test_what_was_there_before_is_seen_when_it_is_used_or_named() -> None:
         used.add_(1)
         memory.name([named, None], kind="weights")
     assert memory.alive_bytes == 3 * KIB
-    assert memory.bytes_at_peak() == {"weights": 2 * KIB, "other": KIB}
+    assert memory.bytes_at_peak() == {"weights": 2 * KIB, "activations": KIB}
     assert untouched.numel() == 4 * KIB
 
 
@@ -94,6 +92,7 @@ def test_gradients_states_and_logits_are_told_apart() -> None:
         model(input_ids=ids, labels=ids, output_logits=False).loss.backward()
         logits_bytes = memory.bytes_at_peak()["logits"]
         optimizer.step()
+        memory.name([x for state in optimizer.state.values() for x in state.values()], kind="optimizer")
         memory.restart()
         found = memory.bytes_at_peak()
     numbers = sum(p.numel() for p in model.parameters())

@@ -17,14 +17,11 @@ import torch.distributed as dist
 
 from recipe.cli import main
 from recipe.launch.start import read_world
-from recipe.measure.collectives import SENDERS, measure_link
-from recipe.measure.fit import Reading, fit_line
-from recipe.measure.passes import MAKERS, Random
+from recipe.measure.collectives import SENDERS, Reading, fit_line, measure_link
+from recipe.measure.command import COMMANDS
 from recipe.measure.probe import Links, _capability, _hardware
-from recipe.measure.probe_command import COMMANDS
-from recipe.measure.products import _product, measure_attention, measure_products
-from recipe.measure.sizes import PASS_BYTES, Sizes, sizes_for
-from recipe.measure.timing import Timing, by_case
+from recipe.measure.products import MAKERS, Random, _product, measure_attention, measure_products
+from recipe.measure.timing import PASS_BYTES, Sizes, Timing, by_case, sizes_for
 from recipe.plan.hardware import find_hardware
 from recipe.plan.hardware_values import Link, Measured
 from recipe.plan.passes import PASSES
@@ -245,7 +242,7 @@ def test_mistakes_are_told_before_anything_is_measured(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_a_failing_rank_ends_the_probe(capfd: pytest.CaptureFixture[str]) -> None:
-    from recipe.measure.probe_start import start_processes
+    from recipe.measure.command import start_processes
 
     assert start_processes(2, words=["--no-such-flag"]) == 2
     assert "--no-such-flag" in capfd.readouterr().err
