@@ -9,10 +9,10 @@ import pytest
 
 from recipe import cli
 from recipe.profile import record_run
-from recipe.profile.links import read_links
-from recipe.profile.memory_line import memory_line
+from recipe.profile.account import memory_line
 from recipe.profile.spans import read_spans
 from recipe.profile.trace_file import read_trace
+from recipe.profile.transfers import read_links
 from tests.profile_traces import comms, event, gpu_events, kernel, write_gpu_traces, write_trace
 
 
