@@ -74,13 +74,13 @@ class UntouchedLedger(Ledger):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "c10d":
-            self.book(func._opname, args)
-            return _started(func, args, kwargs)
         if _touches_nothing(func):
             return func(*args, **kwargs)
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
         is_large = any(x.numel() > self._large for x in tensors)
+        if func.namespace == "c10d":
+            self.book(func._opname, args)
+            return _started(func, args, kwargs) if is_large else func(*args, **kwargs)
         if func._schema.is_mutable:
             return _written(func, args, kwargs) if is_large else func(*args, **kwargs)
         is_factory = not tensors or func._opname.startswith("new_")
@@ -150,6 +150,8 @@ def _last_of(
 def _touches_nothing(func: Any) -> bool:
     """Whether an operator only makes views, changes metadata, or has to do with no tensor's memory at all."""
     schema = func._schema
+    if func.namespace == "c10d":
+        return False
     if func.namespace == "profiler" or func._opname in METADATA_ONLY:
         return True
     aliases = [result.alias_info for result in schema.returns]
