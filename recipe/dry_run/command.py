@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> int:
     job, settings = read_job(arguments, device=hardware.device, compute_capability=hardware.compute_capability)
     with quiet_libraries():
         from recipe.dry_run.dry_run import dry_run
-        from recipe.dry_run.report import as_json, compare, compare_memory, describe
+        from recipe.dry_run.report import as_json, compare, describe
 
         found = dry_run(
             job,
@@ -55,14 +55,13 @@ def _run(arguments: argparse.Namespace) -> int:
             all_layers=arguments.all_layers,
             say=partial(print, file=sys.stderr, flush=True),
         )
-        compared = compare(found, job, rank=arguments.rank) if arguments.compare else None
-        memory = compare_memory(found, job) if arguments.compare else ()
+        comparison = compare(found, job, rank=arguments.rank) if arguments.compare else None
     if arguments.json:
-        print(json.dumps(as_json(found, job, rank=arguments.rank, compared=compared, memory=memory), indent=1))
+        print(json.dumps(as_json(found, job, rank=arguments.rank, comparison=comparison), indent=1))
     else:
-        for line in describe(found, job, rank=arguments.rank, compared=compared, memory=memory):
+        for line in describe(found, job, rank=arguments.rank, comparison=comparison):
             print(line)
-    return 1 if compared is not None and not all(row.is_equal for row in compared) else 0
+    return 1 if comparison is not None and not comparison.is_equal else 0
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def counted(job: Job, *, rank: int = 0, **options: Any) -> Any:
 
     with quiet_libraries():
         found = dry_run(job, engine_config=engine_config(job), rank=rank, **options)
-    return found, compare(found, job, rank=rank)
+    return found, compare(found, job, rank=rank).rows
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -14,7 +14,7 @@ from recipe.dry_run.dry_run import DryRun
 from recipe.dry_run.engine_trace import UntouchedLedger
 from recipe.dry_run.fake_world import fake_world
 from recipe.dry_run.ledger import Sent
-from recipe.dry_run.report import Compared, ComparedMemory, as_json, describe, even_share
+from recipe.dry_run.report import Compared, ComparedMemory, Comparison, as_json, describe, even_share
 from tests.ranks import run_ranks
 from tests.traffic_jobs import small_job
 
@@ -43,7 +43,7 @@ def test_a_row_is_equal_to_the_byte() -> None:
 
 def test_lines_for_people() -> None:
     job = small_job(2, 2, 2)
-    lines = list(describe(FOUND, job, rank=3, compared=COMPARED, memory=MEMORY))
+    lines = list(describe(FOUND, job, rank=3, comparison=Comparison(COMPARED, MEMORY)))
     assert lines == [
         "rank 3 of 4, dp=2 tp=2 ep=2 etp=1, ZeRO-1, fp32, one step:",
         "  axis   op          purpose    calls  bytes sent  calls planned  bytes planned",
@@ -59,7 +59,7 @@ def test_lines_for_people() -> None:
         "1 of 3 rows differ from the plan",
         "1 rows of equal bytes are sent in other numbers of calls than planned",
     ]
-    alone = list(describe(FOUND, job, rank=3, compared=None))
+    alone = list(describe(FOUND, job, rank=3, comparison=None))
     assert alone[1:3] == [
         "  axis   op          purpose    calls  bytes sent",
         "  group  all_gather  attention      4       8,192",
@@ -70,11 +70,14 @@ def test_lines_for_people() -> None:
         "      2 MiB  weights",
         "note: an assumption",
     ]
-    assert list(describe(FOUND, job, rank=0, compared=COMPARED[:1]))[-1] == "the plan is equal to the byte"
+    assert (
+        list(describe(FOUND, job, rank=0, comparison=Comparison(COMPARED[:1], MEMORY)))[-1]
+        == "the plan is equal to the byte"
+    )
 
 
 def test_one_object_for_programs() -> None:
-    found = as_json(FOUND, small_job(2, 2, 2), rank=3, compared=COMPARED, memory=MEMORY)
+    found = as_json(FOUND, small_job(2, 2, 2), rank=3, comparison=Comparison(COMPARED, MEMORY))
     assert json.loads(json.dumps(found)) == found
     assert found["compare"]["collective_bytes_equal"] is False
     assert found["compare"]["collectives"][2] == {
@@ -91,7 +94,7 @@ def test_one_object_for_programs() -> None:
     assert [row["calls_equal"] for row in found["compare"]["collectives"]] == [True, False, False]
     assert found["compare"]["collective_calls_equal"] is False
     assert found["compare"]["memory"][0] == {"kind": "weights", "counted_bytes": 2**21, "planned_bytes": 2**21}
-    assert "compare" not in as_json(FOUND, small_job(2, 2, 2), rank=3, compared=None)
+    assert "compare" not in as_json(FOUND, small_job(2, 2, 2), rank=3, comparison=None)
 
 
 @pytest.mark.parametrize(
