@@ -248,37 +248,23 @@ def test_what_makes_sums_of_gradients_rarer_depends_on_the_stage(tmp_path: Path,
     assert "More gradient_accumulation_steps" in words["optimizer"]  # which comes once a step in any stage
 
 
-@pytest.mark.parametrize(
-    ("op", "given", "num_ranks", "sent"),
-    [
-        ("all_gather", 10, 4, 30),
-        ("reduce_scatter", 40, 4, 30),
-        ("all_reduce", 40, 4, 60),
-        ("all_to_all", 40, 4, 30),
-        ("broadcast", 40, 4, 30),
-        ("send", 40, 2, 40),
-        ("barrier", 40, 4, 0),
-        ("recv", 40, 2, None),
-    ],
-)
-def test_what_a_ring_sends(op: str, given: float, num_ranks: int, sent: float | None) -> None:
-    assert sent_bytes(op, given_bytes=given, num_ranks=num_ranks) == sent
+def test_what_a_ring_sends() -> None:
+    """Of 40 bytes given by each of four ranks."""
+    ops = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "barrier", "recv")
+    assert [sent_bytes(op, given_bytes=40, num_ranks=4) for op in ops] == [120, 30, 60, 30, 30, 40, 0, None]
 
 
-@pytest.mark.parametrize(
-    ("name", "op"),
-    [
-        ("_allgather_base", "all_gather"),
-        ("c10d::_reduce_scatter_base_", "reduce_scatter"),
-        ("gloo:all_to_all", "all_to_all"),
-        ("AllReduce", "all_reduce"),
-        ("all_to_allv", "all_to_all"),
-        ("SendRecv", "send_recv"),
-        ("nccl:something", None),
-    ],
-)
-def test_names_of_collectives(name: str, op: str | None) -> None:
-    assert collective_op(name) == op
+def test_names_of_collectives() -> None:
+    names = (
+        "_allgather_base",
+        "c10d::_reduce_scatter_base_",
+        "gloo:all_to_all",
+        "AllReduce",
+        "all_to_allv",
+        "SendRecv",
+    )
+    ops = ["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "all_to_all", "send_recv"]
+    assert [collective_op(name) for name in (*names, "nccl:something")] == [*ops, None]
 
 
 def test_names_of_types_kernels_and_modules() -> None:
@@ -290,22 +276,18 @@ def test_names_of_types_kernels_and_modules() -> None:
     assert module_scope("nn.Module: Linear_4") is None
 
 
-@pytest.mark.parametrize(
-    ("module", "kind"),
-    [
-        ("Qwen3MoeRMSNorm", "norms"),
-        ("Qwen3MoeRotaryEmbedding", "embedding"),
-        ("Qwen3MoeForCausalLM", "head"),
-        ("GPT2LMHeadModel", "head"),
-        ("Qwen3MoeModel", "embedding"),
-        ("Qwen3MoeAttention", "attention"),
-        ("Qwen3MoeTopKRouter", "router"),
-        ("OlmoeSparseMoeBlock", "experts"),
-        ("LayerNormMLP", "dense"),
-    ],
-)
-def test_a_models_name_in_that_of_a_module_says_nothing(module: str, kind: str) -> None:
-    assert module_scope(f"nn.Module: {module}_7") == Scope(kind)
+def test_a_models_name_in_that_of_a_module_says_nothing() -> None:
+    kinds = {
+        "norms": ["Qwen3MoeRMSNorm"],
+        "embedding": ["Qwen3MoeRotaryEmbedding", "Qwen3MoeModel"],
+        "head": ["Qwen3MoeForCausalLM", "GPT2LMHeadModel"],
+        "attention": ["Qwen3MoeAttention"],
+        "router": ["Qwen3MoeTopKRouter"],
+        "experts": ["OlmoeSparseMoeBlock"],
+        "dense": ["LayerNormMLP"],
+    }
+    for kind, modules in kinds.items():
+        assert {module_scope(f"nn.Module: {module}_7") for module in modules} == {Scope(kind)}
 
 
 def test_numbers_in_words() -> None:
