@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from modeling import wire
+from modeling import cost, wire
 from modeling.config import GatherMoeConfig
 from modeling.expert_rows import HostReads
 from modeling.experts import GatherMoeExperts
@@ -60,10 +60,9 @@ def without_data(model: nn.Module, job: Job) -> Iterator[None]:
     # What a rank's experts work on is as much as its own tokens ask for where weights or rows travel.
     rows = pairs // (job.layout.ep if job.moe_strategy == "gather_tokens" else job.layout.tp)
     host_reads = HostReads(_even_ends(rows), _even_splits(pairs // job.layout.tp))
-    settle = wire.settle_num_chunks
 
     def as_on_the_device(num_tokens: int, **options: Any) -> int:
-        return settle(num_tokens, **{**options, "device": job.device})
+        return cost.settle_num_chunks(num_tokens, **{**options, "device": job.device})
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(wire, "settle_num_chunks", as_on_the_device))
