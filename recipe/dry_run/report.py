@@ -108,8 +108,8 @@ def describe(found: DryRun, job: Job, *, rank: int, comparison: Comparison | Non
         kinds = sorted(found.memory_bytes.items(), key=lambda entry: -entry[1])
         yield from (f"  {size(num_bytes):>9}  {kind}" for kind, num_bytes in kinds if num_bytes >= WORTH_A_LINE)
     else:
-        shown = [row for row in comparison.memory if max(row[1:]) >= WORTH_A_LINE]
-        memory = [(kind, size(counted), size(planned)) for kind, counted, planned in shown]
+        shown = [row for row in comparison.memory if max(row.counted_bytes, row.planned_bytes) >= WORTH_A_LINE]
+        memory = [(row.kind, size(row.counted_bytes), size(row.planned_bytes)) for row in shown]
         yield from _aligned([("kind", "counted", "planned"), *memory], num_left=1)
     yield from (f"note: {note}" for note in found.notes)
     if comparison is not None:
