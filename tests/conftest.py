@@ -15,7 +15,10 @@ os.environ.pop("LOCAL_SIZE", None)
 
 import pytest
 
+from tests.launching import own_caches
 from tests.ranks import end_pools, with_libraries
+
+os.environ.update(own_caches())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,15 +2,13 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clean_process import run_clean
-from tests.launching import ROOT, environment, launch, run_main, shared_memory, words_of
+from tests.launching import launch, run_main, shared_memory, words_of
 from tests.training import read_metrics, write_ds_config, write_inputs
 
 METRIC_KEYS = {
@@ -20,14 +18,7 @@ METRIC_KEYS = {
 
 
 def test_help_prints_every_group_and_no_traceback() -> None:
-    done = subprocess.run(
-        [sys.executable, "run_pretrain.py", "--help"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = launch(["--help"])
     assert done.returncode == 0
     for text in ("Model", "Data", "--per_device_train_batch_size", "--resume_from_checkpoint", "--ds_config"):
         assert text in done.stdout
