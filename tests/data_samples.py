@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from recipe.data.holdout import all_documents
 from recipe.data.loader import LoaderOptions, StepLoader
 from recipe.data.options import DataOptions
-from recipe.data.packing import PackedBlocks
+from recipe.data.packing import PackedBlocks, all_documents
 from recipe.data.prepare import PreparedData, prepare_data
 from recipe.shared.ranks import OneRank
 

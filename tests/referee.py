@@ -14,10 +14,10 @@ from torch import Tensor
 
 from modeling.config import GatherMoeConfig
 from modeling.execution import Execution
-from modeling.hf_keys import stock_type
 from modeling.init import build_model, normal_at
 from modeling.mesh import one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
+from modeling.spec import stock_type
 
 Tensors = dict[str, Tensor]  # by parameter name
 NUM_SEQUENCES, BLOCK_SIZE, NUM_STEPS = 12, 16, 3

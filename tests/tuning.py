@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from modeling.model import GatherMoeForCausalLM
-from recipe.hf.adapters import lora_targets
+from recipe.hf.fine_tuning import lora_targets
 from tests.referee import Batch, Tensors
 
 Exported = Callable[[str], Path]  # the fixture `exported`

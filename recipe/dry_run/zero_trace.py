@@ -29,6 +29,7 @@ from recipe.plan.zero_traffic import ALIGNMENT, flat_groups, held_modules
 from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
 from recipe.settings.resolve import NEVER_PRINT_STEPS
 from recipe.settings.training import OptimizerOptions
+from recipe.shared.units import size
 
 DECIDES_TRAFFIC = ("bf16", "communication_data_type", "data_types", "disable_allgather", "fp16", "gradient_clipping")
 NEEDED = {
@@ -99,8 +100,8 @@ def narrow_job(job: Job, *, width: int = WIDTH) -> Narrow:
         sizes = {key: zero_number(job.zero, key) for key in PERSISTENCE_KEYS}
         raise ValueError(
             f"{sizes} keep parameters so near to their sizes that ZeRO-3 can only be watched on a model of hidden size "
-            f"{found.sizes.hidden_size}, which takes {num_bytes / 2**30:.1f} GiB of real memory; a dry run takes "
-            f"{MOST_BYTES / 2**30:.0f}: leave these settings out"
+            f"{found.sizes.hidden_size}, which takes {size(num_bytes)} of real memory; a dry run takes "
+            f"{size(MOST_BYTES)}: leave these settings out"
         )
     return Narrow(found, job)
 

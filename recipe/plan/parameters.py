@@ -4,10 +4,9 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from modeling.layout import ModelSizes, ParallelLayout
+from modeling.layout import ParallelLayout
 from modeling.shard_table import ShardTable
-
-Shapes = dict[str, tuple[int, ...]]
+from modeling.spec import ModelSizes, Shapes, layer_shapes, outer_shapes
 
 
 class RankParameters(NamedTuple):
@@ -44,43 +43,6 @@ class RankParameters(NamedTuple):
 
     def total(self, sizes: ModelSizes) -> int:
         return self.matrices(sizes) + self.vectors(sizes)
-
-
-def layer_shapes(sizes: ModelSizes, *, is_dense: bool) -> Shapes:
-    """Whole shapes of a layer's parameters by their names in it."""
-    hidden, head = sizes.hidden_size, sizes.head_dim
-    query, key_value = sizes.num_attention_heads * head, sizes.num_key_value_heads * head
-    shapes: Shapes = {
-        "self_attn.q_proj.weight": (query, hidden),
-        "self_attn.k_proj.weight": (key_value, hidden),
-        "self_attn.v_proj.weight": (key_value, hidden),
-        "self_attn.o_proj.weight": (hidden, query),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    if sizes.qk_norm != "none":
-        widths = (query, key_value) if sizes.qk_norm == "full" else (head, head)
-        shapes |= {f"self_attn.{kind}_norm.weight": (width,) for kind, width in zip("qk", widths, strict=True)}
-    if is_dense:
-        width = sizes.intermediate_size
-        return shapes | {
-            "mlp.gate_proj.weight": (width, hidden),
-            "mlp.up_proj.weight": (width, hidden),
-            "mlp.down_proj.weight": (hidden, width),
-        }
-    width = sizes.moe_intermediate_size
-    return shapes | {
-        "mlp.gate.weight": (sizes.num_experts, hidden),
-        "mlp.experts.gate_up_proj": (sizes.num_experts, 2 * width, hidden),
-        "mlp.experts.down_proj": (sizes.num_experts, hidden, width),
-    }
-
-
-def outer_shapes(sizes: ModelSizes) -> Shapes:
-    """Whole shapes of the parameters around the layers by their names in the model."""
-    table = (sizes.vocab_size, sizes.hidden_size)
-    head = {} if sizes.tie_word_embeddings else {"lm_head.weight": table}
-    return {"model.embed_tokens.weight": table, "model.norm.weight": (sizes.hidden_size,), **head}
 
 
 def held_numbers(shapes: Shapes, *, sizes: ModelSizes, layout: ParallelLayout) -> dict[str, int]:

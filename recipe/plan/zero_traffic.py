@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from modeling.layout import ModelSizes, ParallelLayout
+from modeling.layout import ParallelLayout
+from modeling.spec import ModelSizes, layer_shapes, outer_shapes
 from recipe.plan.job import Job
-from recipe.plan.parameters import held_numbers, layer_shapes, outer_shapes
+from recipe.plan.parameters import held_numbers
 from recipe.plan.sent import Sent, ring_bytes
 from recipe.plan.zero3_fetches import Fetch, Module, Thresholds, Way, fetches_of_a_micro_batch, gathers_of, persistent
 from recipe.plan.zero_defaults import PLAIN_BUCKET, zero_number

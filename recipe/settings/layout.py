@@ -22,8 +22,8 @@ from modeling.layout import (
 )
 from recipe.settings.deepspeed_keys import look_up
 from recipe.settings.execution import WorldInfo, settle_backend, settle_choice, settle_execution
+from recipe.settings.flags import convert
 from recipe.settings.sources import Sources
-from recipe.settings.values import convert
 
 MICRO_KEY = "train_micro_batch_size_per_gpu"
 ACCUMULATION_KEY = "gradient_accumulation_steps"

@@ -8,24 +8,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from modeling.layout import ModelSizes
+from modeling.spec import (
+    DEFAULTS,
+    FLOATS,
+    LOSS_SETTINGS,
+    NEEDED,
+    ROPE_THETA,
+    RULES,
+    ModelSizes,
+    follow_from,
+    spec_of,
+    value_faults,
+)
 from recipe.settings.flags import Arguments
-from recipe.settings.model_files import LOSS_SETTINGS, ModelFile, read_model_file, with_origin, with_rope_parameters
+from recipe.settings.model_files import ModelFile, read_model_file, with_origin, with_rope_parameters
 from recipe.settings.model_source import CONFIG_NAME, HubError, HubModel, fetch_config, is_on_hub
-from recipe.settings.model_values import FLOATS, NEEDED, RULES, value_faults
 from recipe.settings.presets import PRESETS
 
-# What the model's configuration takes where a setting is not named; a test holds it against the class.
-DEFAULTS: Mapping[str, Any] = {
-    "intermediate_size": 6144,
-    "qk_norm": "head",
-    "tie_word_embeddings": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-}
-ROPE_THETA = 10000.0
 CONFIG_FLAG = "--config_name"
 
 # What the weights of a model that is trained on are made of, so that no override can change it.
@@ -97,31 +96,7 @@ def run_options(arguments: Arguments) -> dict[str, Any]:
 def sizes_of(kwargs: Mapping[str, Any]) -> ModelSizes:
     """The sizes a layout depends on, those of the config that the same `kwargs` make; of a preset, or as read."""
     assert not [key for key in NEEDED if key not in kwargs], "read_model comes first"
-    heads = kwargs["num_attention_heads"]
-    dense = _dense_layers(kwargs)
-    return ModelSizes(
-        vocab_size=kwargs["vocab_size"],
-        hidden_size=kwargs["hidden_size"],
-        num_attention_heads=heads,
-        num_key_value_heads=kwargs.get("num_key_value_heads") or heads,
-        head_dim=kwargs.get("head_dim") or kwargs["hidden_size"] // heads,
-        num_experts=kwargs["num_experts"],
-        num_experts_per_tok=kwargs["num_experts_per_tok"],
-        moe_intermediate_size=kwargs["moe_intermediate_size"],
-        intermediate_size=kwargs.get("intermediate_size", DEFAULTS["intermediate_size"]) if dense else 0,
-        max_position_embeddings=kwargs["max_position_embeddings"],
-        num_hidden_layers=kwargs["num_hidden_layers"],
-        dense_layers=dense,
-        qk_norm=kwargs.get("qk_norm", DEFAULTS["qk_norm"]),
-        tie_word_embeddings=kwargs.get("tie_word_embeddings", DEFAULTS["tie_word_embeddings"]),
-    )
-
-
-def _dense_layers(kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without experts: those named, and all but every `decoder_sparse_step`-th. All, where there are none."""
-    named, step = kwargs.get("mlp_only_layers") or (), kwargs.get("decoder_sparse_step", 1)
-    without = kwargs["num_experts"] == 0
-    return tuple(i for i in range(kwargs["num_hidden_layers"]) if without or i in named or (i + 1) % step)
+    return spec_of(kwargs).sizes
 
 
 def _read_base(arguments: Arguments, *, flag: str) -> _Base:
@@ -219,10 +194,11 @@ def _weights_faults(base: _Base, *, kwargs: Mapping[str, Any], arguments: Argume
 def _default(key: str, *, kwargs: Mapping[str, Any]) -> Any:
     """What the model's configuration takes where `kwargs` do not name a setting; None where that is not known here."""
     width, heads = kwargs.get("hidden_size"), kwargs.get("num_attention_heads")
-    if key == "num_key_value_heads":
-        return heads
-    if key == "head_dim":
-        return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
+    if RULES["hidden_size"].holds(width) and RULES["num_attention_heads"].holds(heads):
+        assert width is not None
+        assert heads is not None
+        followed = follow_from(hidden_size=width, num_attention_heads=heads)
+        return followed.get(key, DEFAULTS.get(key))
     return DEFAULTS.get(key)
 
 

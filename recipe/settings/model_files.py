@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modeling.execution import Execution
-from recipe.settings.config_files import load_json_object
-from recipe.settings.model_values import RULES
-
-NATIVE = "gather_moe"
+from modeling.spec import LOSS_SETTINGS, NATIVE, ROPE_THETA, RULES, STOCK_TYPES
+from recipe.shared.json_files import read_json_object
 
 
 @dataclass(frozen=True, kw_only=True)
-class StockType:
-    """How a type differs from ours.
+class FileType:
+    """How the files of a type differ from ours.
 
     renamed  its names for our settings
     implied  what it always does and never says
@@ -33,31 +31,24 @@ class StockType:
     implied: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
-    theta: float = 10000.0
+    theta: float = ROPE_THETA
     window: int | None = None
     window_is_off: bool = False
 
 
-PLAIN_ROUTING: Mapping[str, Any] = {"score_function": "softmax", "routed_scaling_factor": 1.0, "router_bias": False}
-STOCK_TYPES: Mapping[str, StockType] = {
-    NATIVE: StockType(renamed={"num_local_experts": "num_experts"}),
-    "mixtral": StockType(
-        renamed={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"},
-        implied={**PLAIN_ROUTING, "qk_norm": "none", "norm_topk_prob": True},
-        absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-        theta=1e6,
-    ),
-    "qwen3_moe": StockType(
-        renamed={"num_local_experts": "num_experts"},
-        implied={**PLAIN_ROUTING, "qk_norm": "head"},
-        absent={"num_key_value_heads": 4, "norm_topk_prob": False},
-        window_is_off=True,
-    ),
-    "olmoe": StockType(
-        renamed={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"},
-        implied={**PLAIN_ROUTING, "qk_norm": "full"},
-        absent={"norm_topk_prob": False, "rms_norm_eps": 1e-5},
-    ),
+def _stock(name: str, **differs: Any) -> FileType:
+    """One of the published types with experts; what it can say and implies is in spec.py."""
+    stock = STOCK_TYPES[name]
+    renamed = {theirs: ours for theirs, ours in stock.says.items() if theirs != ours}
+    return FileType(renamed={**EXPERTS_RENAMED, **renamed}, implied=stock.implied, **differs)
+
+
+EXPERTS_RENAMED = {"num_local_experts": "num_experts"}
+FILE_TYPES: Mapping[str, FileType] = {
+    NATIVE: FileType(renamed=EXPERTS_RENAMED),
+    "mixtral": _stock("mixtral", absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5}, theta=1e6),
+    "qwen3_moe": _stock("qwen3_moe", absent={"num_key_value_heads": 4, "norm_topk_prob": False}, window_is_off=True),
+    "olmoe": _stock("olmoe", absent={"norm_topk_prob": False, "rms_norm_eps": 1e-5}),
 }
 
 OF_EXPERTS = (
@@ -65,27 +56,21 @@ OF_EXPERTS = (
     *("norm_topk_prob", "score_function", "routed_scaling_factor", "router_bias"),
 )
 # Types without experts. A mixture of copies of their feed-forward is the same function where its weights sum to 1.
-DENSE_TYPES: Mapping[str, StockType] = {
-    "llama": StockType(implied={"qk_norm": "none"}, lacks=(*OF_EXPERTS, "clip_qkv")),
-    "mistral": StockType(
+DENSE_TYPES: Mapping[str, FileType] = {
+    "llama": FileType(implied={"qk_norm": "none"}, lacks=(*OF_EXPERTS, "clip_qkv")),
+    "mistral": FileType(
         implied={"qk_norm": "none"},
         absent={"num_key_value_heads": 8},
         lacks=(*OF_EXPERTS, "clip_qkv"),
         window=4096,
     ),
-    "qwen3": StockType(
+    "qwen3": FileType(
         implied={"qk_norm": "head"},
         absent={"num_key_value_heads": 32, "head_dim": 128},
         lacks=(*OF_EXPERTS, "clip_qkv"),
         window_is_off=True,
     ),
 }
-
-# A run sets these by flags of the same names; a file says what an earlier run used.
-LOSS_SETTINGS = (
-    *("router_aux_loss_coef", "router_z_loss_coef", "logits_z_loss_coef", "balance_scope"),
-    *("balance_bias_update_rate", "router_jitter_noise", "capacity_factor"),
-)
 
 # Say nothing about the function the model computes, or are the tokenizer's or the run's to say.
 WITHOUT_EFFECT = (
@@ -170,9 +155,9 @@ def read_model_file(path: Path, *, dense: bool = False, longest: object = None) 
     ValueError where it is missing, no JSON object, or of a type that cannot be read.
     """
     file = path / "config.json" if path.is_dir() else path
-    content = load_json_object(str(file))
+    content = read_json_object(str(file))
     model_type = content.get("model_type", NATIVE)
-    types = {**STOCK_TYPES, **(DENSE_TYPES if dense else {})}
+    types = {**FILE_TYPES, **(DENSE_TYPES if dense else {})}
     if not isinstance(model_type, str) or model_type not in types:
         raise ValueError(f"{file} holds a {model_type!r}; configurations can be read of {', '.join(types)}")
     stock = types[model_type]
@@ -205,7 +190,7 @@ def with_rope_parameters(kwargs: Mapping[str, Any], *, theta: float) -> dict[str
     values = dict(kwargs)
     plain = {"rope_type": "default", "rope_theta": values.pop("rope_theta", theta)}
     rope = values.get("rope_parameters", {})
-    # Something else than an object stays as it is, to be found by the rules of model_values.py.
+    # Something else than an object stays as it is, to be found by the rules of spec.py.
     values["rope_parameters"] = {**plain, **rope} if isinstance(rope, Mapping) else rope
     return values
 
@@ -242,7 +227,7 @@ def _one_value_faults(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={content[key]!r} is not available, only {allowed[0]!r}"
 
 
-def _attention_faults(content: Mapping[str, Any], *, stock: StockType, longest: object) -> Iterator[str]:
+def _attention_faults(content: Mapping[str, Any], *, stock: FileType, longest: object) -> Iterator[str]:
     """Windows that attention would see; one that the longest sequence fits into changes nothing."""
     # A width that is not in use is written out all the same by some files.
     in_use = not stock.window_is_off or content.get("use_sliding_window")
@@ -259,7 +244,7 @@ def _attention_faults(content: Mapping[str, Any], *, stock: StockType, longest: 
         yield f"layer_types={kinds!r} is not available, only full_attention"
 
 
-def _name_faults(named: Mapping[str, Any], *, stock: StockType) -> Iterator[str]:
+def _name_faults(named: Mapping[str, Any], *, stock: FileType) -> Iterator[str]:
     """Settings nobody knows, two spellings of one that differ, and those that the type does not have."""
     for key, value in named.items():
         ours = stock.renamed.get(key, key)

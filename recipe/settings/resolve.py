@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from modeling.layout import ModelSizes, ParallelLayout
-from recipe.settings.config_files import load_ds_config
 from recipe.settings.deepspeed_keys import (
     MERGED_KEYS,
     OUR_BLOCKS,
@@ -24,10 +23,10 @@ from recipe.settings.deepspeed_keys import (
 from recipe.settings.execution import GraphFacts, WorldInfo, settle_graphs
 from recipe.settings.flags import Arguments
 from recipe.settings.layout import Batch, ParallelOptions, settle_layout
-from recipe.settings.schedule import ScheduleOptions
 from recipe.settings.sources import Sources
 from recipe.settings.training import (
     OptimizerOptions,
+    ScheduleOptions,
     settle_optimizer,
     settle_precision,
     settle_schedule_options,
@@ -35,7 +34,7 @@ from recipe.settings.training import (
 )
 from recipe.shared.flops import count_parameters
 
-__all__ = ["OptimizerOptions", "ParallelOptions", "ResolvedConfig", "WorldInfo", "load_ds_config", "resolve_config"]
+__all__ = ["OptimizerOptions", "ParallelOptions", "ResolvedConfig", "WorldInfo", "resolve_config"]
 
 # DeepSpeed's own progress line; ours replaces it.
 NEVER_PRINT_STEPS = 1_000_000_000

@@ -23,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from modeling.model import GatherMoeForCausalLM
 from recipe.engine.engine import Engine
-from recipe.shared.agreement import on_every, on_first
 from recipe.shared.scopes import (
     FACTS_KEY,
     FOLDER,
@@ -35,6 +34,7 @@ from recipe.shared.scopes import (
     scope_name,
     trace_name,
 )
+from recipe.shared.together import on_every, on_first
 from recipe.train.run import Run
 
 COLLECTIVES = (

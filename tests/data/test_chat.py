@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recipe.data.conversations import RowEncoder
+from recipe.data.corpora import hub_corpora
 from recipe.data.documents import Corpus, Row
 from recipe.data.files import file_corpus
-from recipe.data.formats import DataFormat
-from recipe.data.hub import hub_corpora
-from recipe.data.options import DataOptions, option_faults
+from recipe.data.options import DataFormat, DataOptions, option_faults
 from recipe.data.packing import IGNORED
 from recipe.data.prepare import PreparedData
-from recipe.data.row_encoder import RowEncoder
 from recipe.data.token_store import LeftOut, TokenStore, TokenWriter
 from tests.data_samples import chat_tokenizer, prepare, save_words, word_tokenizer
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from recipe.data.conversations import RowEncoder
 from recipe.data.documents import Row
-from recipe.data.formats import DataFormat
+from recipe.data.options import DataFormat
 from recipe.data.packing import IGNORED
-from recipe.data.row_encoder import RowEncoder
 from tests.data.test_chat import FIVE_TURNS, MARKED, one_turn, write_json
 from tests.data.test_text import small_bpe
 from tests.data_samples import chat_tokenizer, prepare

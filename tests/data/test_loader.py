@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.data.check_batches import check_batches, checksum
+from recipe.data.batches import check_batches, checksum
 from recipe.data.loader import LoaderOptions, StepLoader
 from recipe.shared.ranks import TorchRanks
 from tests.data_samples import numbered_blocks, prepare, rows_of, take_rows, write_rows

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from recipe.data.batches import evaluation_batches, stack_blocks
-from recipe.data.holdout import all_documents, hold_out
-from recipe.data.packing import IGNORED, PackedBlocks
+from recipe.data.packing import IGNORED, PackedBlocks, all_documents, hold_out
 from tests.data_samples import all_tokens, numbered_blocks
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.data.chunks import split_text
+from recipe.data.corpora import embedded_corpus
 from recipe.data.documents import Corpus, Document, InvalidTextError
-from recipe.data.embedded import embedded_corpus
 from recipe.data.files import READ_BYTES, file_corpus
-from recipe.data.tokenizer import TextEncoder, load_tokenizer, train_tokenizer, with_eos
+from recipe.data.tokenizer import TextEncoder, load_tokenizer, split_text, train_tokenizer, with_eos
 from tests.data_samples import BOS_ID, EOS_ID, all_tokens, prepare, save_words, word_tokenizer, write_rows
 
 

@@ -88,9 +88,8 @@ def train_frozen(
     rank: int, world_size: int, case: Case, patterns: tuple[str, ...], folder: Path
 ) -> tuple[list[float], Tensors]:
     """Return norms and weight shards after steps with a resume in between, replicas checked; export the weights."""
-    from recipe.checkpoint.native import load_native, save_native
+    from recipe.checkpoint.native import check_replicas, load_native, save_native
     from recipe.shared.ranks import TorchRanks
-    from recipe.train.replicas import check_replicas
 
     config = mixed_config(**AUXILIARY)
     state, norms = full_state(config), []

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from recipe.hf.adapters import PARTS, check_saved, lora_targets, save_finetuned
+from recipe.hf.fine_tuning import PARTS, check_saved, lora_targets, save_finetuned
 from tests.exports import CONFIGS
 from tests.ranks import run_ranks
 from tests.referee import LOGITS_ATOL, assert_all_match, full_state, referee_model

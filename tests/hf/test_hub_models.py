@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, constants, errors
 
-from recipe.hf.download import ALLOWED, LEFT_OUT, fetch_model
+from recipe.hf.hub import ALLOWED, LEFT_OUT, fetch_model
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model
 from recipe.settings.model_source import HubModel, explain, is_on_hub
@@ -171,11 +171,12 @@ def fetch_on_rank(
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(huggingface_hub, "hf_hub_download", config_of)
         patch.setattr(huggingface_hub, "snapshot_download", download)
+        from recipe.shared.errors import RunError
         from recipe.shared.ranks import TorchRanks
 
         try:
             folder = fetch_model(HubModel(NAME), ranks=TorchRanks(), say=lambda line: None, host=host)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RunError) as error:
             return str(error), len(downloads)
         assert (folder / "model.safetensors").is_file()
         assert downloads == [COMMIT] * len(downloads)
@@ -199,7 +200,7 @@ def test_one_rank_of_each_cache_downloads_and_all_hear_of_a_failure(model_folder
     shutil.rmtree(tmp_path / "cache of host-0")
     lost = run_ranks(fetch_on_rank, 4, tmp_path, shared=False, lost=True)
     (text,) = {text for text, _ in lost}
-    assert f"do not see {NAME} at revision {COMMIT} although a rank of their host" in text
+    assert f"does not see {NAME} at revision {COMMIT} although a rank of its host" in text
 
 
 def test_a_model_that_changes_on_the_hub_while_a_run_starts_is_noticed(

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modeling.config import GatherMoeConfig
-from modeling.hf_keys import stock_type
 from modeling.model import GatherMoeForCausalLM
+from modeling.spec import stock_type
 from tests.referee import FP32_ATOL, assert_all_match, full_state, mixed_config, referee_model, tiny_config
 
 CONFIGS: dict[str, tuple[str, Any]] = {

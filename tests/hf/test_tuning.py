@@ -1,10 +1,6 @@
 """Exported folders in use: Trainer, TRL, ZeRO-3 saves that are whole, padded batches, more tokens, README's lines."""
 
 import os
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,18 +8,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from recipe.hf.adapters import check_saved, save_finetuned
+from recipe.hf.fine_tuning import check_saved, save_finetuned
 from tests.engine_runs import Case
 from tests.exports import CONFIGS, export, read_export
-from tests.launching import ROOT
 from tests.ranks import run_ranks
 from tests.referee import LOGITS_ATOL, Tensors, assert_all_match, full_state, mixed_config, tiny_config
-from tests.training import train_on_ranks, write_inputs
 from tests.tuning import (
-    FILE,
     Exported,
     adapters,
     ids,
@@ -288,26 +280,3 @@ def test_three_more_tokens(kind: str, tied: bool, stage: int, tmp_path: Path) ->
     for end, after in zip((model.get_input_embeddings(), model.get_output_embeddings()), growth.after, strict=True):
         assert torch.equal(end.weight, after)
     assert model(torch.tensor([[VOCAB + ADDED - 1]])).logits.shape == (1, 1, VOCAB + ADDED)
-
-
-@pytest.mark.slow
-def test_the_lines_of_readme_that_fine_tune_run(tmp_path: Path) -> None:
-    """In their order and in one process, on a folder that a run of ours wrote."""
-    blocks = re.findall(r"```python\n(# fine-tune.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 3
-    run_ranks(train_on_ranks, 2, write_inputs(tmp_path, max_position_embeddings=64))
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "run").rename(tmp_path / "runs" / "demo")
-    shutil.copy(ROOT / "README.md", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    start = read_export(tmp_path / "runs" / "demo" / "checkpoints" / "latest" / "hf")
-    for name in ("tuned", "sft", "merged"):
-        tuned = read_export(tmp_path / "runs" / name)
-        assert tuned.keys() == start.keys()
-        changed = [key for key, tensor in tuned.items() if not torch.equal(tensor, start[key])]
-        assert any("experts" in key for key in changed)
-        assert any("mlp.gate." in key for key in changed) == (name != "merged")
-    assert any("experts" in key for key in load_file(tmp_path / "runs" / "adapter" / FILE))

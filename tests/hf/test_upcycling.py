@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from modeling.config import GatherMoeConfig
-from modeling.hf_keys import stock_type
+from modeling.spec import stock_type
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model

@@ -175,8 +175,8 @@ def test_every_rank_holds_a_whole_bias_without_a_gradient() -> None:
 
 
 def _disagree(rank: int, world_size: int) -> None:
+    from recipe.checkpoint.native import check_replicas
     from recipe.shared.ranks import TorchRanks
-    from recipe.train.replicas import check_replicas
 
     engine = start_engine(biased_config(), full_state(biased_config()), Case(tp=2, ep=2, stage=3))
     check_replicas(engine, TorchRanks())

@@ -55,9 +55,8 @@ def test_replicated_parameters_stay_equal_under_adam_in_bf16() -> None:
 
 
 def _check_replicas(rank: int, world_size: int, case: Case, broken: tuple[str, int] | None) -> str | None:
-    from recipe.checkpoint.native import full_precision_shard
+    from recipe.checkpoint.native import check_replicas, full_precision_shard
     from recipe.shared.ranks import TorchRanks
-    from recipe.train.replicas import check_replicas
 
     config = tiny_config(qk_norm="head")
     engine = start_engine(config, full_state(config), case)

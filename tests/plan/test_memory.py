@@ -17,10 +17,11 @@ from modeling.init import full_shapes, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
+from modeling.spec import layer_shapes, outer_shapes
 from recipe.plan.job import Job
 from recipe.plan.memory import KINDS, explain_memory, predict_memory
 from recipe.plan.memory_rows import ASSUMED, MEASURED, READ
-from recipe.plan.parameters import layer_shapes, outer_shapes, rank_parameters
+from recipe.plan.parameters import rank_parameters
 from recipe.plan.zero3_fetches import ONCE, Thresholds
 from recipe.plan.zero3_memory import whole_weights
 from recipe.plan.zero_defaults import DEFAULTS, PLAIN_BUCKET
