@@ -57,7 +57,7 @@ class Peak(NamedTuple):
 
 
 def count_parameters(sizes: ModelSizes) -> ParameterCounts:
-    """All parameters of the whole model, bias-free, tied embeddings counted once."""
+    """Count the parameters of the whole model, bias-free, tied embeddings once."""
     outer = sum(prod(shape) for shape in outer_shapes(sizes).values())
     return ParameterCounts(
         total=outer + sum(_layer_weights(sizes, experts=sizes.num_experts)),
@@ -134,7 +134,7 @@ class _LayerWeights(NamedTuple):
 
 
 def _layer_weights(sizes: ModelSizes, *, experts: int) -> _LayerWeights:
-    """Where so many of a layer's experts count."""
+    """Count the weights of all layers as if each had so many experts."""
     matrices = vectors = 0
     for is_dense, num_layers in ((True, len(sizes.dense_layers)), (False, sizes.num_moe_layers)):
         for name, shape in layer_shapes(sizes, is_dense=is_dense).items():
