@@ -16,15 +16,13 @@ from recipe.launch.start import (
     start_ranks,
     stop_ranks,
 )
-from recipe.launch.stop import STOPPED
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
-from recipe.shared.errors import CheckpointError
+from recipe.shared.errors import STOPPED, CheckpointError
 
 if TYPE_CHECKING:
-    from recipe.train.loop import TrainingLoop
+    from recipe.train.loop import TrainingLoop, TrainResults
     from recipe.train.prepare import Request
-    from recipe.train.results import TrainResults
 
 USER_ERROR = 2  # exit code of a mistake in the settings; those of checkpoints are in recipe/shared/errors.py
 GRACE_S = 15.0
@@ -34,7 +32,7 @@ Say = Callable[[str], None]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code. What the user can mend ends in one message, everything else in a traceback."""
-    from recipe.hf.upload import push_to_hub
+    from recipe.hf.hub import push_to_hub
     from recipe.launch.rendezvous import RendezvousError
     from recipe.launch.shared_memory import SharedMemoryError
     from recipe.settings.model_source import HubError
@@ -91,17 +89,17 @@ def join_ranks(request: "Request", say: Say) -> None:
 
 
 def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
-    """Claim the output folder, find the checkpoint, make data, model and engine. The ranks have met."""
+    """Claim the output folder, find the checkpoint, make data, model and engine, open training. The ranks have met."""
     import torch.distributed as dist
 
     from modeling.mesh import build_mesh
     from recipe.checkpoint.find import find_checkpoint
     from recipe.checkpoint.run_folder import claim_run_folder
+    from recipe.shared.json_files import write_json
     from recipe.shared.ranks import TorchRanks
     from recipe.train.disk_room import check_disk_room
-    from recipe.train.loop import TrainingLoop
+    from recipe.train.loop import open_training
     from recipe.train.prepare import prepare_engine, prepare_run
-    from recipe.train.records import write_json
     from recipe.train.run import describe_run
 
     arguments, settings = request.arguments, request.settings
@@ -120,14 +118,14 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     folder.discard_old_run(ranks=ranks, say=say)  # not before the new one is known to start
     if ranks.rank == 0:
         write_json(output_dir / "run.json", describe_run(run))
-    return TrainingLoop(run, engine, checkpoint=checkpoint, checkpoint_size=size)
+    return open_training(run, engine, checkpoint=checkpoint, checkpoint_size=size)
 
 
 def report(results: "TrainResults", loop: "TrainingLoop") -> None:
     """The last lines: how good the model is, against what, and the one line that opens it."""
     from recipe.hf.export import opening_code
-    from recipe.train.records import write_json
-    from recipe.train.results import results_dict
+    from recipe.shared.json_files import write_json
+    from recipe.train.loop import results_dict
 
     run = loop.run
     write_json(run.folder.path / "train_results.json", results_dict(results, run))

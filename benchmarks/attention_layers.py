@@ -25,12 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from modeling.collectives import exchange_rows, gather_tokens, scatter_tokens, sum_gradients
-from modeling.gathered_linear import gather_linear, linear_scatter
+from modeling.attention import RotaryTables, rotary_tables, rotate
+from modeling.comm import (
+    Chunks,
+    RowSplits,
+    Transfer,
+    exchange_rows,
+    gather_tokens,
+    scatter_tokens,
+    start_gather,
+    start_scatter,
+    sum_gradients,
+)
+from modeling.linear import gather_linear, linear_scatter
 from modeling.norm import rms_norm, split_rms_norms
-from modeling.rope import RotaryTables, rotary_tables, rotate
-from modeling.transfers import RowSplits, Transfer, start_gather, start_scatter
-from modeling.wire import Wire
 
 EPS = 1e-5
 NUM_CHUNKS = 4  # what cost.py chooses for these sizes at 1 Gbit/s
@@ -176,9 +184,9 @@ def column_o(x_tD: Tensor, *, w: Weights, job: Job) -> Tensor:
 def heads_overlapped(x_tD: Tensor, *, w: Weights, job: Job) -> Tensor:
     """With the project's own products, whose chunks travel while others are multiplied, forward and backward."""
     assert job.group is not None
-    gathering = Wire(overlap=True, num_chunks=NUM_CHUNKS, regather=False, sum_dtype=None).gathering(x_tD, job.group)
-    q, k, v = gather_linear(x_tD, [w.q, w.k, w.v], gathering=gathering)
-    return linear_scatter(_attend_normed(q, k=k, v=v, w=w, job=job), w.o, chunks=gathering.chunks)
+    chunks = Chunks(x_tD.shape[0], job.group, num_chunks=NUM_CHUNKS, overlap=True)
+    q, k, v = gather_linear(x_tD, [w.q, w.k, w.v], chunks=chunks)
+    return linear_scatter(_attend_normed(q, k=k, v=v, w=w, job=job), w.o, chunks=chunks)
 
 
 def _own_heads(x_tD: Tensor, *, w: Weights, job: Job) -> Tensor:

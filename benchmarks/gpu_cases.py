@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from modeling.build import build_model
 from modeling.config import GatherMoeConfig
+from modeling.execution import Execution
+from modeling.experts_grouped import rows_times_weights, rows_times_weights_back, weight_gradient
+from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh, one_rank_mesh
-from modeling.triton_products import rows_times_weights, rows_times_weights_back, weight_gradient
 from recipe.shared.flops import find_peak, model_flops_per_token
 
 SMALL: dict[str, Any] = {
@@ -46,7 +47,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Products(NamedTuple):
-    """Functions of x [R, I] or its gradient [R, O], weight [e, O, I] and offsets [e], as in triton_products.py."""
+    """Functions of x [R, I] or its gradient [R, O], weight [e, O, I] and offsets [e], as in experts_grouped.py."""
 
     forward: Callable[[Tensor, Tensor, Tensor], Tensor]
     back: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -298,9 +299,11 @@ def make_model(
     bench: Bench, size: str, dtype: torch.dtype, *, variant: str = "eager", mesh: ParallelMesh | None = None
 ) -> Any:
     """The same weights in any type, rounded from float32."""
-    config = GatherMoeConfig(**bench.models[size], experts_backend="loop" if dtype == torch.float64 else "auto")
+    config = GatherMoeConfig(**bench.models[size])
+    execution = Execution(experts_backend="loop" if dtype == torch.float64 else "auto")
     config._attn_implementation = "sdpa"
-    model = build_model(config, mesh=mesh or one_rank_mesh(), seed=0).to(device=bench.device)  # type: ignore[call-arg]
+    model: Any = build_model(config, mesh=mesh or one_rank_mesh(), execution=execution, seed=0)
+    model.to(device=bench.device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     bench.variants[variant](model)

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
 from modeling.cost import MoeTraffic
+from modeling.execution import Execution
+from modeling.init import cut
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.shard_table import ShardTable
-from modeling.sharding import cut
 from recipe.dry_run.ledger import Ledger, Volume, widest_routing_row
 
 SIZES: Mapping[str, Any] = {
@@ -150,9 +151,9 @@ def measure_ours(row: Row, *, problem: Problem, want: Answer) -> Measured:
     assert row.ep is not None
     size, rank = dist.get_world_size(), dist.get_rank()
     layout = ParallelLayout(tp=size, ep=row.ep)
-    config = config_for(problem, strategy=row.strategy, regather=row.regather)
+    execution = Execution(strategy=row.strategy or "gather_tokens", regather=row.regather)
     mesh = build_mesh(layout, num_key_value_heads=SIZES["num_key_value_heads"])
-    block = GatherMoeSparseBlock(config, mesh=mesh)
+    block = GatherMoeSparseBlock(config_for(problem), mesh=mesh, execution=execution)
     table = ShardTable(layout, SIZES["num_key_value_heads"], "none")
     whole = dict(stock_model(problem).model.layers[0].mlp.named_parameters())
     for name, parameter in block.named_parameters():

@@ -199,8 +199,9 @@ def work(row: Row, folder: Path, *, dtype: str) -> None:
 def start_ours(folder: Path, row: Row, dtype: Any) -> Step:
     import torch.distributed as dist
 
-    from modeling.build import build_model
     from modeling.config import GatherMoeConfig
+    from modeling.execution import Execution
+    from modeling.init import build_model
     from modeling.layout import ParallelLayout
     from modeling.mesh import build_mesh
     from recipe.hf.load import load_weights
@@ -208,10 +209,11 @@ def start_ours(folder: Path, row: Row, dtype: Any) -> Step:
     size = dist.get_world_size()
     # Slices of every expert where the strategy allows: all ranks do the same work, whatever the routing is.
     layout = ParallelLayout(tp=size, ep=size if row.strategy == "all_to_all" else 1)
-    config = GatherMoeConfig(**MODEL, qk_norm="head", strategy=row.strategy, overlap=row.overlap)
+    config = GatherMoeConfig(**MODEL, qk_norm="head")
+    execution = Execution(strategy=row.strategy, overlap=row.overlap)
     config._attn_implementation = "sdpa"
     mesh = build_mesh(layout, num_key_value_heads=MODEL["num_key_value_heads"])
-    model = build_model(config, mesh=mesh, seed=0, dtype=dtype)
+    model = build_model(config, mesh=mesh, execution=execution, seed=0, dtype=dtype)
     load_weights(model, config=config, mesh=mesh, folder=folder)
     ids = global_batch()
     return plain_step(model, input_ids=ids, labels=ids, document_starts=tuple((0,) for _ in range(len(ids))))

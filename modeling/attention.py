@@ -1,25 +1,30 @@
-"""Grouped-query attention over this rank's heads, with packed documents kept apart."""
+"""Grouped-query attention over this rank's heads, with rotary positions and packed documents kept apart."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .collectives import sum_gradients
+from .comm import cut_in_chunks, sum_gradients
 from .config import GatherMoeConfig
-from .gathered_linear import gather_linear, linear_scatter
-from .linear import Linear, plain_weight
+from .execution import BY_MASK, PER_DOCUMENT, VARLEN, Execution
+from .linear import Linear, gather_linear, linear_scatter, plain_weight
 from .mesh import ParallelMesh
 from .norm import RmsNorm, SplitNorm, split_rms_norms
-from .rope import RotaryTables, rotate
-from .wire import wire_of
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
-VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-PER_DOCUMENT = ("sdpa", "eager")
-BY_MASK = ("flex_attention",)
+# Types of rotary embeddings whose frequencies depend on the furthest position, which the host reads.
+BY_REACH = ("dynamic", "longrope")
+
+
+class RotaryTables(NamedTuple):
+    """cos and sin, each [B or 1, S, K], in the type they are applied in."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 class Documents(NamedTuple):
@@ -46,13 +51,6 @@ class AttentionInputs(NamedTuple):
     implementation: str
     cache: Any
     options: dict[str, Any]  # passed on to the attention function
-
-
-class QkNormWeights(NamedTuple):
-    """The weights of the norms of q and k, with their gradients' sums already arranged."""
-
-    q: Tensor
-    k: Tensor
 
 
 def find_documents(
@@ -132,10 +130,10 @@ class GatherMoeAttention(nn.Module):
     is_causal = True
     sliding_window = None
 
-    def __init__(self, config: GatherMoeConfig, *, layer_idx: int, mesh: ParallelMesh) -> None:
+    def __init__(self, config: GatherMoeConfig, *, layer_idx: int, mesh: ParallelMesh, execution: Execution) -> None:
         super().__init__()
         sizes, tp = config.sizes, mesh.layout.tp
-        self.config, self.layer_idx, self.mesh, self.wire = config, layer_idx, mesh, wire_of(config)
+        self.config, self.layer_idx, self.mesh, self.execution = config, layer_idx, mesh, execution
         self.head_dim = sizes.head_dim
         self.num_heads = sizes.num_attention_heads // tp
         self.num_key_value_heads = max(sizes.num_key_value_heads // tp, 1)
@@ -156,55 +154,46 @@ class GatherMoeAttention(nn.Module):
         self,
         hidden_states: Tensor,
         inputs: AttentionInputs,
-        qk_norm: QkNormWeights | None = None,
+        summed_weights: Mapping[nn.Module, Tensor],
         *,
-        num_sequences: int | None = None,
+        num_sequences: int,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [B, S, D] on one process, this rank's tokens [t, D] of B sequences under a mesh -> the same.
 
-        Also the attention weights where the attention function returns them. `qk_norm` replaces the per-head norms'
-        own weights when the caller sums their gradients.
+        Also the attention weights where the attention function returns them. `summed_weights` has, under a mesh, what
+        replaces the per-head norms' own weights: the block sums their gradients.
         """
         group = self.mesh.group
         if group is None:
             parts = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
-            out, weights = self._attend_to(parts, inputs, qk_norm)
+            out, weights = self._attend_to(parts, inputs, summed_weights)
             return self.o_proj(out.flatten(2)), weights
-        assert num_sequences is not None
-        gathering = self.wire.gathering(hidden_states, group)
+        chunks = cut_in_chunks(hidden_states, group, self.execution)
         shared = sum_gradients([plain_weight(self.k_proj), plain_weight(self.v_proj)], self.mesh.kv_group, upcast=False)
-        parts = gather_linear(hidden_states, [plain_weight(self.q_proj), *shared], gathering=gathering)
+        parts = gather_linear(hidden_states, [plain_weight(self.q_proj), *shared], chunks=chunks)
         # Each its own memory: attention keeps v, which must not keep what q and k were before they were turned.
         parts = [part.contiguous().unflatten(0, (num_sequences, -1)) for part in parts]
-        out, weights = self._attend_to(parts, inputs, qk_norm)
-        return linear_scatter(out.flatten(2).flatten(0, 1), plain_weight(self.o_proj), chunks=gathering.chunks), weights
-
-    def qk_norm_weights(self) -> list[Tensor]:
-        """The weights of the norms of q and k."""
-        return [plain_weight(norm, kind=RmsNorm) for norm in (self.q_norm, self.k_norm)]
+        out, weights = self._attend_to(parts, inputs, summed_weights)
+        return linear_scatter(out.flatten(2).flatten(0, 1), plain_weight(self.o_proj), chunks=chunks), weights
 
     def _attend_to(
-        self, parts: list[Tensor], inputs: AttentionInputs, qk_norm: QkNormWeights | None
+        self, parts: list[Tensor], inputs: AttentionInputs, summed_weights: Mapping[nn.Module, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Projections q [B, S, hK], k and v [B, S, gK] -> [B, S, h, K], and the weights where there are any."""
-        q, k, v = self._split_heads(parts, qk_norm)
-        q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
-        if inputs.cache is not None:
-            k, v = inputs.cache.update(k, v, self.layer_idx)
-        return self._attend(q, k, v, inputs)
-
-    def _split_heads(self, parts: list[Tensor], qk_norm: QkNormWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, S, hK], k and v [B, S, gK] -> [B, h, S, K] and [B, g, S, K], normalised and clipped."""
         q, k, v = parts
         if self.config.qk_norm == "full":
             q, k = self._normalise_full_width(q, k)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         if self.config.qk_norm == "head":
-            weights = qk_norm or (None, None)
-            q, k = self.q_norm(q, weight=weights[0]), self.k_norm(k, weight=weights[1])
+            q = self.q_norm(q, weight=summed_weights.get(self.q_norm))
+            k = self.k_norm(k, weight=summed_weights.get(self.k_norm))
         if self.config.clip_qkv is not None:
             q, k, v = (part.clamp(-self.config.clip_qkv, self.config.clip_qkv) for part in (q, k, v))
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, h, S, K] and [B, g, S, K]
+        q, k = rotate(q, inputs.rotary), rotate(k, inputs.rotary)
+        if inputs.cache is not None:
+            k, v = inputs.cache.update(k, v, self.layer_idx)
+        return self._attend(q, k, v, inputs)
 
     def _normalise_full_width(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         sizes, tp = self.config.sizes, self.mesh.layout.tp
@@ -250,3 +239,51 @@ class GatherMoeAttention(nn.Module):
         }
         out, _ = inputs.function(self, *flat, None, **lengths, **options)
         return out.squeeze(0).unflatten(0, (q.shape[0], -1)), None
+
+
+def rotary_tables(config: Any, position_ids: Tensor, *, dtype: torch.dtype) -> RotaryTables:
+    """Tables for position_ids [B or 1, S]; angles in float32 (float64 when dtype is), cast to `dtype` at the end.
+
+    The frequencies (Su et al., 2104.09864) are derived from the configuration in every forward and are no buffer of the
+    model, so nothing that casts a model can round them: in bfloat16 positions 256 and 257 would already be the same.
+    """
+    exact = torch.promote_types(dtype, torch.float32)
+    device = position_ids.device
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, config.head_dim, 2, dtype=exact, device=device) / config.head_dim
+        frequencies, scaling = 1.0 / (rope["rope_theta"] ** exponents), 1.0
+    else:
+        # A token decoded with a cache stands far along although the call is one token long.
+        reach = int(position_ids.max()) + 1 if rope["rope_type"] in BY_REACH else None
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=device, seq_len=reach)
+    angles = position_ids[..., None].to(exact) * frequencies.to(exact)
+    angles = torch.cat((angles, angles), dim=-1)
+    return RotaryTables((angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype))
+
+
+def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
+    """x [B, heads, S, K] turned by its positions; channel i pairs with channel i + K/2, as in transformers."""
+    return _Rotate.apply(x, tables.cos.unsqueeze(1), tables.sin.unsqueeze(1))
+
+
+class _Rotate(torch.autograd.Function):
+    """Its backward turns the gradient the other way; nothing but the tables is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, sign=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(grad, *ctx.saved_tensors, sign=-1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
+    """By the angles of the tables, or for sign=-1 back; both halves of the tables hold the same angles."""
+    out = x * cos
+    half = x.shape[-1] // 2
+    out[..., :half].addcmul_(x[..., half:], sin[..., half:], value=-sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., :half], value=sign)
+    return out

@@ -1,16 +1,20 @@
 """One decoder block: attention and feed-forward with their norms, around tokens that are sharded over the group."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention import AttentionInputs, GatherMoeAttention, QkNormWeights
-from .collectives import sum_gradients
+from .attention import AttentionInputs, GatherMoeAttention
+from .comm import sum_gradients
 from .config import GatherMoeConfig
+from .execution import Execution
 from .linear import plain_weight
 from .mesh import ParallelMesh
 from .moe import GatherMoeMlp, GatherMoeSparseBlock
+from .noise import NoiseOrigin, token_counters
 from .norm import RmsNorm
 from .router import GatherMoeRouter, router_statistics
 
@@ -30,15 +34,6 @@ class TokenPlace(NamedTuple):
     noise_t: Tensor | None = None
 
 
-class _SharedWeights(NamedTuple):
-    """What every rank holds, with the sums of the gradients arranged; None: the module's own."""
-
-    norm_in: Tensor | None = None
-    norm_post: Tensor | None = None
-    qk_norm: QkNormWeights | None = None
-    router: Tensor | None = None
-
-
 class GatherMoeDecoderLayer(GradientCheckpointingLayer):
     """Attention and feed-forward with their norms; under a mesh each gathers the tokens and scatters the sums."""
 
@@ -46,15 +41,15 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
     # functional use of the norms and the router does not follow.
     _z3_leaf = True
 
-    def __init__(self, config: GatherMoeConfig, *, layer_idx: int, mesh: ParallelMesh) -> None:
+    def __init__(self, config: GatherMoeConfig, *, layer_idx: int, mesh: ParallelMesh, execution: Execution) -> None:
         super().__init__()
         self.config, self.mesh = config, mesh
-        self.self_attn = GatherMoeAttention(config, layer_idx=layer_idx, mesh=mesh)
+        self.self_attn = GatherMoeAttention(config, layer_idx=layer_idx, mesh=mesh, execution=execution)
         self.mlp: GatherMoeSparseBlock | GatherMoeMlp
         if config.is_sparse(layer_idx):
-            self.mlp = GatherMoeSparseBlock(config, mesh=mesh)
+            self.mlp = GatherMoeSparseBlock(config, mesh=mesh, execution=execution)
         else:
-            self.mlp = GatherMoeMlp(config, mesh=mesh)
+            self.mlp = GatherMoeMlp(config, mesh=mesh, execution=execution)
         self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -64,15 +59,15 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
         One flat tuple, of one element without a router: reentrant checkpointing drops the gradients of nested tensors.
         """
         shape = hidden_states.shape
-        shared = self._shared_weights()
-        normed = self.input_layernorm(hidden_states, weight=shared.norm_in)
-        attended, _ = self.self_attn(normed, inputs, shared.qk_norm, num_sequences=place.num_sequences)
+        weights = self._summed_weights()
+        normed = self.input_layernorm(hidden_states, weight=weights.get(self.input_layernorm))
+        attended, _ = self.self_attn(normed, inputs, weights, num_sequences=place.num_sequences)
         x = hidden_states + attended
-        normed = self.post_attention_layernorm(x, weight=shared.norm_post).view(-1, shape[-1])
+        normed = self.post_attention_layernorm(x, weight=weights.get(self.post_attention_layernorm)).view(-1, shape[-1])
         if isinstance(self.mlp, GatherMoeMlp):
             return (x + self.mlp(normed).view(shape),)
         out, routing = self.mlp(
-            normed, router_weight=shared.router, token_mask_t=place.token_mask_t, noise_t=place.noise_t
+            normed, weight=weights.get(self.mlp.gate), token_mask_t=place.token_mask_t, noise_t=place.noise_t
         )
         statistics = router_statistics(
             routing,
@@ -82,18 +77,59 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
         )
         return (x + out.view(shape), *statistics)
 
-    def _shared_weights(self) -> _SharedWeights:
-        """Norms, q and k norms and the router's weight, their gradients summed in one all-reduce.
+    def _summed_weights(self) -> Mapping[nn.Module, Tensor]:
+        """The weights that every rank holds whole, by module: of norms, q and k norms, and the router.
 
-        On one process there is nothing to sum, and each module is asked, so that an adapter around it has its say.
+        Their gradients are summed over the group in one all-reduce for the whole block, which is why they are taken
+        from their modules here. On one process there is nothing to sum, and each module uses its own weight, so that
+        an adapter around it has its say.
         """
         if self.mesh.group is None:
-            return _SharedWeights()
-        qk_norms = self.self_attn.qk_norm_weights() if self.config.qk_norm == "head" else []
-        routers = []
+            return {}
+        modules: list[nn.Module] = [self.input_layernorm, self.post_attention_layernorm]
+        if self.config.qk_norm == "head":
+            modules += [self.self_attn.q_norm, self.self_attn.k_norm]
+        own = [plain_weight(norm, kind=RmsNorm) for norm in modules]
         if isinstance(self.mlp, GatherMoeSparseBlock):
-            routers = [plain_weight(self.mlp.gate, kind=GatherMoeRouter)]
-        norms = [plain_weight(norm, kind=RmsNorm) for norm in (self.input_layernorm, self.post_attention_layernorm)]
-        norm_in, norm_post, *rest = sum_gradients([*norms, *qk_norms, *routers], self.mesh.group)
-        qk_norm = QkNormWeights(*rest[:2]) if qk_norms else None
-        return _SharedWeights(norm_in, norm_post, qk_norm, rest[-1] if routers else None)
+            modules.append(self.mlp.gate)
+            own.append(plain_weight(self.mlp.gate, kind=GatherMoeRouter))
+        return dict(zip(modules, sum_gradients(own, self.mesh.group), strict=True))
+
+
+def layer_places(
+    embeds: Tensor, attention_mask: Tensor | None, *, config: GatherMoeConfig, mesh: ParallelMesh
+) -> list[TokenPlace]:
+    """For every layer the same place of this rank's tokens among embeds [B, S, D]; mask [B, past + S] or None."""
+    num_sequences, block_size = embeds.shape[:2]
+    token_t = _own_tokens(embeds, mesh)
+    token_mask_t = None
+    if attention_mask is not None and attention_mask.dim() == 2:
+        token_mask_t = attention_mask[:, -block_size:].flatten().chunk(mesh.layout.tp)[mesh.group_rank].bool()
+    place = TokenPlace(num_sequences, block_size, token_t // block_size, token_mask_t)
+    return [place] * config.num_hidden_layers
+
+
+def noisy_places(
+    places: list[TokenPlace], embeds: Tensor, *, config: GatherMoeConfig, mesh: ParallelMesh, origin: NoiseOrigin | None
+) -> list[TokenPlace]:
+    """The same places with each layer's noise. Without an origin it is drawn from torch's random state, as dropout is.
+
+    ValueError without an origin in a group: its ranks, and recomputation by others, need the same noise.
+    """
+    if origin is None and mesh.group is not None:
+        raise ValueError(
+            f"router_jitter_noise={config.router_jitter_noise} needs to know which noise a group of "
+            f"tp={mesh.layout.tp} ranks shares; give noise=NoiseOrigin(seed, first_token) to every forward"
+        )
+    if origin is None:
+        origin = NoiseOrigin(int(torch.randint(2**62, ())), 0)
+    token_t = _own_tokens(embeds, mesh)
+    return [
+        place._replace(noise_t=token_counters(token_t, origin=origin, layer_idx=i)) for i, place in enumerate(places)
+    ]
+
+
+def _own_tokens(embeds: Tensor, mesh: ParallelMesh) -> Tensor:
+    num_tokens = embeds.shape[0] * embeds.shape[1] // mesh.layout.tp
+    first = mesh.group_rank * num_tokens
+    return torch.arange(first, first + num_tokens, device=embeds.device)

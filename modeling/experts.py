@@ -1,182 +1,223 @@
 """The experts this rank holds, applied to tokens that may come from, and go home to, all ranks of the group.
 
-One autograd Function over chunks of tokens: while one is worked on, the next arrives and the last one's sums travel
-home. It saves parameters rather than views of them, so ZeRO-3 can drop their gathered copies. The products are a
-backend's:
+Autograd Functions over chunks of tokens: while one is worked on, the next arrives and the last one's sums travel home.
+They save parameters rather than views of them, so ZeRO-3 can drop their gathered copies. The products are a backend's:
 
     loop      one product per expert over its rows, counts read by the host (experts_loop.py); the fastest on CPU
     grouped   torch's grouped product over a fixed number of rows, offsets on the device (experts_grouped.py)
-    triton    the same by a kernel of ours, for GPUs and types where torch's reads the offsets (triton_products.py)
+    triton    the same by a kernel of ours, for GPUs and types where torch's reads the offsets
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from .comm import (
+    Chunks,
+    GatherInChunks,
+    ScatterInChunks,
+    Transfer,
+    start_gather,
+    start_scatter,
+    tokens_again,
+    tokens_to_keep,
+)
 from .config import GatherMoeConfig
-from .expert_copies import ExpertCopies, HeldCopies
-from .expert_rows import HostReads
-from .expert_weights import SlicesInFlight, WholeExperts, lend_slices, whole_experts
-from .experts_call import ExpertsCall, MakePass, Slices
-from .experts_grouped import GroupedExperts, Products, TorchProducts, TritonProducts
+from .execution import Execution
+from .experts_grouped import GroupedExperts, grouped_backend
 from .experts_loop import LoopExperts
 from .linear import autocast_inputs
 from .mesh import ParallelMesh
-from .transfers import Chunks, GatherInChunks, KeptChunks, ScatterInChunks, TokenTransfer, one_chunk
-from .triton_products import grouped_backend
 
 
 class GatherMoeExperts(nn.Module):
     """Experts as stacked weights: gate_up_proj [e, 2f, D] (gate rows first), down_proj [e, D, f]."""
 
-    def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh) -> None:
+    def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh, execution: Execution) -> None:
         super().__init__()
-        layout = mesh.layout
-        self.num_experts, self.num_local = config.num_experts, config.num_experts // layout.ep
+        self.mesh, self.execution = mesh, execution
+        self.num_experts, self.num_local = config.num_experts, config.num_experts // mesh.layout.ep
         self.first_expert = mesh.ep_rank * self.num_local
-        self.backend = config.experts_backend
-        self.layout = layout
-        self.host_reads = HostReads()
-        self.products: Products | None = None  # the backend's, unless something else stands in for them
-        width = config.moe_intermediate_size // layout.etp
+        self.fp8_tokens = execution.token_dtype == "float8_e4m3"
+        self.sum_dtype = torch.float32 if execution.combine_dtype == "float32" else None  # None: the tokens' own
+        width = config.moe_intermediate_size // mesh.layout.etp
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_local, 2 * width, config.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(self.num_local, config.hidden_size, width))
-        self.copies: ExpertCopies | None = None
-        if config.resident_experts and mesh.group is not None:
-            self.copies = ExpertCopies(
-                config.resident_experts, num_experts=config.num_experts, mesh=mesh, strategy=config.strategy
-            )
 
     def forward(
-        self, x_tD: Tensor, ids_TA: Tensor, weights_tA: Tensor, *, transfer: TokenTransfer | None = None
+        self,
+        x_tD: Tensor,
+        ids_TA: Tensor,
+        weights_tA: Tensor,
+        *,
+        tokens: GatherInChunks | None = None,
+        weights_TA: Tensor | None = None,
     ) -> Tensor:
         """Tokens and their weights [t, D] and [t, A], all ranks' expert ids [T, A] -> the weighted sums [t, D].
 
-        Without a transfer t = T and the sums are this rank's share: over the experts it holds, or over its slices.
-        With one, tokens are gathered and shares summed over the group. The sum over a token's experts runs in float32
-        at least.
+        tokens      x_tD of all ranks on their way here; shares of the sums are then summed over the group
+        weights_TA  all ranks' weights in token order, without a gradient
+
+        Without them t = T, and the sums are this rank's share: over the experts it holds, or over its slices. The sum
+        over a token's experts runs in float32 at least.
         """
-        x_tD, gate_up, down = autocast_inputs(x_tD, self.gate_up_proj, self.down_proj)
-        if transfer is None:
-            transfer = TokenTransfer(GatherInChunks(x_tD, one_chunk(x_tD.shape[0])), None, None)
-        chunks = transfer.gather.chunks
-        held = None if self.copies is None else self.copies.held
-        if held is None:
-            slots_TA = ids_TA - self.first_expert
-        else:
-            held = held._replace(weights=Slices(*autocast_inputs(*held.weights)))
-            # In token order, so that a chunk, which has tokens of every rank, is as even as the whole.
-            slots_TA = held.slots(ids_TA, num_experts=self.num_experts)
-        slots_TA = chunks.to_chunk_order(slots_TA)
-        # For gathered tokens whole experts' buffers are up to ep times what a balanced routing fills.
-        make_pass = self.passes(x_tD, recompute=chunks.group is not None and self.layout.ep > 1)
-        return _Experts.apply(make_pass, transfer, x_tD, slots_TA, weights_tA, gate_up, down, held)
+        [x_tD] = autocast_inputs(x_tD)
+        tokens = tokens or GatherInChunks(x_tD, Chunks(x_tD.shape[0]))
+        # In token order, so that with copies a chunk, which has tokens of every rank, is as even as the whole.
+        slots_TA = tokens.chunks.to_chunk_order(self.slots(ids_TA))
+        return _Experts.apply(self, tokens, x_tD, slots_TA, weights_tA, weights_TA, *self.stacks())
+
+    def slots(self, ids_TA: Tensor) -> Tensor:
+        """Which of the experts in `stacks` each pair of expert ids is for; any other number: for none of them."""
+        return ids_TA - self.first_expert
+
+    def stacks(self) -> Sequence[Tensor]:
+        """gate_up and down of the experts that this rank computes with."""
+        return autocast_inputs(self.gate_up_proj, self.down_proj)
+
+    def start_slices(self, group: ProcessGroup) -> list[Transfer[Tensor]]:
+        """Start to gather every rank's slices of all experts, for `forward_whole`."""
+        return _start_slices(self.stacks(), group)
 
     def forward_whole(
-        self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, *, group: ProcessGroup, in_flight: SlicesInFlight
+        self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, *, group: ProcessGroup, slices: list[Transfer[Tensor]]
     ) -> Tensor:
-        """The same for this rank's tokens alone and all experts, whose slices the other ranks lend: -> [t, D].
+        """This rank's tokens [t, D] through all experts, whose slices the other ranks lend: -> [t, D], complete.
 
-        Only for ep=1, where every rank holds a slice of every expert. The result is complete.
+        Only for ep=1, where every rank holds a slice of every expert.
         """
-        x_tD, gate_up, down = autocast_inputs(x_tD, self.gate_up_proj, self.down_proj)
-        whole = WholeExperts(self.passes(x_tD, recompute=False), group, in_flight)
-        return whole_experts(x_tD, ids_tA, weights_tA, Slices(gate_up, down), whole=whole)
+        [x_tD] = autocast_inputs(x_tD)
+        return _WholeExperts.apply(self, group, slices, x_tD, ids_tA, weights_tA, *self.stacks())
 
-    def copies_PC(self, device: torch.device) -> Tensor:
-        """The expert in each slot of each rank, [P, C] int64; one of the rank's own, an empty slot, if none is held."""
-        if self.copies is not None and self.copies.held is not None:
-            return self.copies.held.copies_PC
-        own_P = torch.arange(0, self.num_experts, self.num_local, device=device)
-        return own_P[:, None].expand(-1, 0 if self.copies is None else self.copies.num_slots)
-
-    def fill_copies(self, copies: Sequence[Sequence[int]]) -> None:
-        """Hold copies of these experts until they are dropped; see `ExpertCopies.fill`. Collective over the group."""
-        assert self.copies is not None
-        self.copies.fill(Slices(self.gate_up_proj, self.down_proj), copies)
-
-    def drop_copies(self) -> None:
-        """Use no copies any more: the weights they are of have changed."""
-        if self.copies is not None:
-            self.copies.drop()
-
-    def lend(self, group: ProcessGroup) -> SlicesInFlight:
-        """Start to gather every rank's slices, for `forward_whole`."""
-        return lend_slices(Slices(*autocast_inputs(self.gate_up_proj, self.down_proj)), group)
-
-    def passes(self, x: Tensor, *, recompute: bool) -> MakePass:
-        """What makes a forward or backward for tokens like these; buffers of fixed size are kept, or made again."""
-        backend = self.backend
+    def start_pass(
+        self, stacks: Sequence[Tensor], slots_TA: Tensor, weights_TA: Tensor, chunks: Chunks, kept: Tensor | None = None
+    ) -> LoopExperts | GroupedExperts:
+        """One forward, or one backward with what a forward kept, by the backend for these weights."""
+        backend, weight = self.execution.experts_backend, stacks[0]
         if backend == "auto":
             backend = "loop"
-            if x.is_cuda:
-                backend = grouped_backend(x.dtype, capability=torch.cuda.get_device_capability(x.device))
+            if weight.is_cuda:
+                backend = grouped_backend(weight.dtype, capability=torch.cuda.get_device_capability(weight.device))
         if backend == "loop":
-            return partial(LoopExperts, host_reads=self.host_reads)
-        products = self.products or (TritonProducts() if backend == "triton" else TorchProducts())
-        return partial(GroupedExperts, products=products, recompute=recompute)
-
-
-def _scatter_routing_gradient(grad_TA: Tensor, chunks: Chunks) -> ScatterInChunks:
-    """Send the routing weights' gradients [T, A] in chunk order to the ranks that routed, in one piece."""
-    whole = chunks._replace(num_chunks=1)
-    scatter = ScatterInChunks(grad_TA.new_empty(chunks.num_tokens, grad_TA.shape[1]), whole)
-    scatter.add(0, chunks.to_token_order(grad_TA))
-    return scatter
+            return LoopExperts(stacks, slots_TA, weights_TA, chunks, kept)
+        # For gathered tokens whole experts' buffers are up to ep times what a balanced routing fills.
+        recompute = chunks.group is not None and self.mesh.layout.ep > 1
+        triton = backend == "triton"
+        return GroupedExperts(stacks, slots_TA, weights_TA, chunks, kept, triton=triton, recompute=recompute)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        make_pass: MakePass,
-        transfer: TokenTransfer,
+        experts: GatherMoeExperts,
+        tokens: GatherInChunks,
         x_tD: Tensor,
         slots_TA: Tensor,
         weights_tA: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        held: HeldCopies | None,
+        weights_TA: Tensor | None,
+        *stacks: Tensor,
     ) -> Tensor:
-        gather, regather, sum_dtype, weights_TA = transfer
-        chunks = gather.chunks
+        chunks = tokens.chunks
         weights_TA = chunks.to_chunk_order(weights_tA if weights_TA is None else weights_TA)
-        copies = None if held is None else held.weights
-        experts = make_pass(ExpertsCall(slots_TA, weights_TA, gate_up, down, chunks, copies), None)
-        sum_dtype = sum_dtype or x_tD.dtype
+        run = experts.start_pass(stacks, slots_TA, weights_TA, chunks)
+        sum_dtype = experts.sum_dtype or x_tD.dtype
         scatter = ScatterInChunks(x_tD.new_empty(x_tD.shape, dtype=sum_dtype), chunks)
         for k in range(chunks.num_chunks):
-            scatter.add(k, experts.forward_chunk(k, gather.chunk(k)).to(sum_dtype))
-        ctx.make_pass, ctx.chunks, ctx.regather, ctx.held = make_pass, chunks, regather, held
-        kept_tokens = gather.all() if regather is None else x_tD
-        # The slots are saved like the rest: autograd then complains should they be filled before the backward.
-        ctx.save_for_backward(kept_tokens, slots_TA, weights_TA, gate_up, down, experts.to_keep(), *(copies or ()))
+            scatter.add(k, run.forward_chunk(k, tokens.chunk(k)).to(sum_dtype))
+        ctx.experts, ctx.chunks = experts, chunks
+        ctx.save_for_backward(tokens_to_keep(tokens, x_tD), slots_TA, weights_TA, run.to_keep(), *stacks)
         return scatter.finish().to(x_tD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor | None, ...]:
+        experts: GatherMoeExperts = ctx.experts
         chunks: Chunks = ctx.chunks
-        held: HeldCopies | None = ctx.held
-        x, slots_TA, weights_TA, gate_up, down, kept, *copies = ctx.saved_tensors
+        _, _, _, _, _, _, *stacks_need_gradients = ctx.needs_input_grad
+        kept_tokens, slots_TA, weights_TA, kept_products, *stacks = ctx.saved_tensors
         grads = GatherInChunks(grad_tD, chunks)
-        tokens = KeptChunks(x, chunks) if ctx.regather is None else ctx.regather(x, chunks)
-        call = ExpertsCall(slots_TA, weights_TA, gate_up, down, chunks, Slices(*copies) if copies else None)
+        tokens = tokens_again(kept_tokens, chunks, fp8=experts.fp8_tokens)
         grads.start_rest()
         tokens.start_rest()
-        experts = ctx.make_pass(call, kept)
+        run = experts.start_pass(stacks, slots_TA, weights_TA, chunks, kept_products)
         scatter = ScatterInChunks(grad_tD.new_empty(grad_tD.shape), chunks)
         for k in range(chunks.num_chunks):
-            scatter.add(k, experts.backward_chunk(k, grads.chunk(k), tokens).to(x.dtype))
+            scatter.add(k, run.backward_chunk(k, grads.chunk(k), tokens).to(kept_tokens.dtype))
         # Before the weights' gradients, whose products may take this rank longer than others.
-        routing = _scatter_routing_gradient(experts.routing_gradient(), chunks)
+        routing = _scatter_routing_gradient(run.routing_gradient(), chunks)
         grads_TD, tokens_TD = grads.all(), tokens.all()
-        own: Slices | None = None
-        if ctx.needs_input_grad[5] or ctx.needs_input_grad[6]:
-            own, of_copies = experts.weight_gradients(grads_TD, tokens_TD)
-            if held is not None and of_copies is not None:
-                held.add_home(own, of_copies=of_copies)
-        return None, None, scatter.finish(), None, routing.finish(), *(own or (None, None)), None
+        grad_stacks: Sequence[Tensor | None] = [None] * len(stacks)
+        if any(stacks_need_gradients):
+            grad_stacks = run.weight_gradients(grads_TD, tokens_TD)
+        return None, None, scatter.finish(), None, routing.finish(), None, *grad_stacks
+
+
+def _scatter_routing_gradient(grad_TA: Tensor, chunks: Chunks) -> ScatterInChunks:
+    """Send the routing weights' gradients [T, A] in chunk order to the ranks that routed, in one piece."""
+    whole = Chunks(chunks.num_tokens, chunks.group, overlap=chunks.overlap)
+    scatter = ScatterInChunks(grad_TA.new_empty(chunks.num_tokens, grad_TA.shape[1]), whole)
+    scatter.add(0, chunks.to_token_order(grad_TA))
+    return scatter
+
+
+class _WholeExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        experts: GatherMoeExperts,
+        group: ProcessGroup,
+        slices: list[Transfer[Tensor]],
+        x_tD: Tensor,
+        ids_tA: Tensor,
+        weights_tA: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        chunks = Chunks(x_tD.shape[0])
+        run = experts.start_pass([part.finish() for part in slices], ids_tA, weights_tA, chunks)
+        out_tD = run.forward_chunk(0, x_tD).to(x_tD.dtype)
+        ctx.experts, ctx.group, ctx.chunks = experts, group, chunks
+        ctx.save_for_backward(x_tD, ids_tA, weights_tA, run.to_keep(), gate_up, down)
+        return out_tD
+
+    @staticmethod
+    def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor | None, ...]:
+        *_, gate_up_needs_gradient, down_needs_gradient = ctx.needs_input_grad
+        x_tD, ids_tA, weights_tA, kept_products, gate_up, down = ctx.saved_tensors
+        stacks = [part.finish() for part in _start_slices((gate_up, down), ctx.group)]
+        run = ctx.experts.start_pass(stacks, ids_tA, weights_tA, ctx.chunks, kept_products)
+        grad_x_tD = run.backward_chunk(0, grad_tD, tokens_again(x_tD, ctx.chunks)).to(x_tD.dtype)
+        if not (gate_up_needs_gradient or down_needs_gradient):
+            return None, None, None, grad_x_tD, None, run.routing_gradient(), None, None
+        home = _start_slices_home(run.weight_gradients(grad_tD, x_tD), ctx.group)
+        grad_weights_tA = run.routing_gradient()
+        return None, None, None, grad_x_tD, None, grad_weights_tA, *(part.finish()[0] for part in home)
+
+
+def _start_slices(stacks: Sequence[Tensor], group: ProcessGroup) -> list[Transfer[Tensor]]:
+    """Start to gather all ranks' slices of all experts: F/N rows of gate, of up, and columns of down from each."""
+
+    def join_gate_up(slices: Tensor) -> Tensor:  # [N, E, 2f, D] -> [E, 2F, D]
+        return slices.unflatten(2, (2, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(1, 2)
+
+    def join_down(slices: Tensor) -> Tensor:  # [N, E, D, f] -> [E, D, F]
+        return slices.permute(1, 2, 0, 3).flatten(2, 3)
+
+    gate_up, down = stacks
+    return [
+        start_gather(gate_up[None], group).then(join_gate_up),
+        start_gather(down[None], group).then(join_down),
+    ]
+
+
+def _start_slices_home(gradients: Sequence[Tensor], group: ProcessGroup) -> list[Transfer[Tensor]]:
+    """Start to sum whole gradients [E, 2F, D] and [E, D, F] over the ranks, each of which gets its slices."""
+    grad_gate_up, grad_down = gradients
+    size = dist.get_world_size(group)
+    rows = grad_gate_up.unflatten(1, (2, size, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3)  # [N, E, 2f, D]
+    columns = grad_down.unflatten(2, (size, -1)).permute(2, 0, 1, 3)  # [N, E, D, f]
+    return [start_scatter(rows, group), start_scatter(columns, group)]

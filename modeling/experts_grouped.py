@@ -2,65 +2,65 @@
 
 Every chunk has as many rows as could ever be this rank's. With `recompute` a forward keeps nothing and the backward
 makes the gate and up products again: these buffers hold up to N times the rows of a balanced routing.
+
+The products are torch's, or kernels of ours for GPUs and types on which torch's reads the offsets on the host, so that
+no CUDA graph can hold it. Their launch grid depends on shapes alone, and tiles are chosen from shapes and type, never
+by timing: every rank, and a graph's replay, must do the same. Each is an operator of torch's, so that torch.compile and
+fake tensors take it as one; they are defined when first used, and Triton is not needed before.
 """
 
+import importlib.util
+import re
+from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .collectives import wide
-from .expert_rows import Rows, sort_rows
-from .experts_call import ExpertsCall, Slices, WeightGradients
-from .transfers import GatheredChunks
-from .triton_products import rows_times_weights, rows_times_weights_back, weight_gradient
+from .comm import Chunks, GatherInChunks, wide
+
+# Row tiles that are worked on together before the next columns; see the kernel.
+BAND = 8
+# A checkpoint may bring another version of this file along, whose operators must not replace these.
+NAMESPACE = re.sub(r"\W", "_", __name__)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Products(Protocol):
-    """The three grouped products; rows past the last offset of a result may hold anything."""
+class Rows(NamedTuple):
+    """The token-expert pairs of a rank as a buffer of fixed size, sorted by slot; nothing was read by the host.
 
-    def forward(self, x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
-        """Each row times its expert's weight transposed: -> [R, O]."""
+    A pair's slot is the number of its expert among those of this rank; every other number is another rank's pair, or
+    padding.
 
-    def back(self, grad_RO: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
-        """The gradient of `forward` for its rows: -> [R, I]."""
+    token_R    [R] int64   which token each row is
+    pair_R     [R] int64   which of the T * A pairs each row is
+    valid_R    [R] bool    False in the tail that no pair fills
+    offsets_e  [e] int32   end of each slot's rows
+    """
 
-    def weight_gradient(self, grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor) -> Tensor:
-        """The gradient of `forward` for the weights, zero for experts without a row: -> [e, O, I]."""
-
-
-class TorchProducts:
-    """torch's grouped product; it keeps offsets on the device for bfloat16 on compute capability 9 and 10 only."""
-
-    def forward(self, x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
-        return F.grouped_mm(x_RI, weight_eOI.transpose(1, 2), offs=offsets_e)
-
-    def back(self, grad_RO: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
-        return F.grouped_mm(grad_RO, weight_eOI, offs=offsets_e)
-
-    def weight_gradient(self, grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor) -> Tensor:
-        return F.grouped_mm(grad_RO.t(), x_RI, offs=offsets_e)
+    token_R: Tensor
+    pair_R: Tensor
+    valid_R: Tensor
+    offsets_e: Tensor
 
 
-class TritonProducts:
-    """Kernels of our own, which keep offsets on the device for every type and GPU that Triton knows."""
-
-    def forward(self, x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
-        return rows_times_weights(x_RI, weight_eOI=weight_eOI, offsets_e=offsets_e)
-
-    def back(self, grad_RO: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
-        return rows_times_weights_back(grad_RO, weight_eOI=weight_eOI, offsets_e=offsets_e)
-
-    def weight_gradient(self, grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor) -> Tensor:
-        return weight_gradient(grad_RO, x_RI=x_RI, offsets_e=offsets_e)
+def sort_rows(slots_TA: Tensor, *, num_slots: int) -> Rows:
+    """Sort the pairs [T, A] by slot, stable, those of other ranks last and cut off after T * min(A, num_slots)."""
+    num_tokens, num_active = slots_TA.shape
+    slots = slots_TA.flatten()
+    key, order = torch.where((slots >= 0) & (slots < num_slots), slots, num_slots).sort(stable=True)
+    offsets_e = torch.searchsorted(key, torch.arange(num_slots, device=key.device), right=True).to(torch.int32)
+    order = order[: num_tokens * min(num_active, num_slots)]
+    return Rows(order // num_active, order, key[: order.shape[0]] < num_slots, offsets_e)
 
 
 class _AllRows(NamedTuple):
     """The rows of all chunks, sorted by slot, as `Rows` has them for one.
 
-    order_R  which row of the chunks behind each other each one is; None where that is their order already
+    order_R  which row of the concatenated chunks each one is; None where that is their order already
     """
 
     token_R: Tensor
@@ -74,24 +74,37 @@ class _AllRows(NamedTuple):
 
 
 class GroupedExperts:
-    """One forward, or one backward, of a rank's experts; see `ExpertsPass`."""
+    """One forward, or one backward, of a rank's experts; arguments and methods as those of `LoopExperts`.
+
+    triton     by our kernels instead of torch's grouped product
+    recompute  the backward makes the products of the forward again, which keeps none
+    """
 
     def __init__(
-        self, call: ExpertsCall, kept: Tensor | None = None, *, products: Products, recompute: bool = False
+        self,
+        stacks: Sequence[Tensor],
+        slots_TA: Tensor,
+        weights_TA: Tensor,
+        chunks: Chunks,
+        kept: Tensor | None = None,
+        *,
+        triton: bool = False,
+        recompute: bool = False,
     ) -> None:
-        self._products, self._recompute = products, recompute
-        self._num_own, self._has_copies = call.gate_up.shape[0], call.copies is not None
-        self.call = call = _stacked(call)
-        num_slots, chunks = call.gate_up.shape[0], call.chunks
+        self._triton, self._recompute = triton, recompute
+        self.chunks, self._weights_TA, self._num_active = chunks, weights_TA, slots_TA.shape[1]
+        self._stack_sizes = [stack.shape[0] for stack in stacks[1::2]]
+        # A grouped product takes no list.
+        self._gate_up, self._down = (_concatenated(kind) for kind in (stacks[::2], stacks[1::2]))
         places = [chunks.gathered_rows(k) for k in range(chunks.num_chunks)]
-        self.rows: list[Rows] = [sort_rows(call.slots_TA[here], num_slots=num_slots) for here in places]
-        weights = [call.weights_TA[here].flatten() for here in places]
+        self.rows: list[Rows] = [sort_rows(slots_TA[here], num_slots=sum(self._stack_sizes)) for here in places]
+        weights = [weights_TA[here].flatten() for here in places]
         self._weight_R = [w[rows.pair_R] for w, rows in zip(weights, self.rows, strict=True)]
         sizes = [rows.token_R.shape[0] for rows in self.rows]
         self._gate_up_R2f: list[Tensor] = [] if kept is None else list(kept.split(sizes))
-        # Filled by a backward, the rows of all chunks behind each other.
+        # Filled by a backward, the rows of all chunks concatenated.
         self._row_ends = list(accumulate(sizes, initial=0))
-        self._act_Rf = self._grad_gate_up_R2f = call.gate_up.new_empty(0)
+        self._act_Rf = self._grad_gate_up_R2f = self._gate_up.new_empty(0)
         self._grad_weight_R: list[Tensor] = []
 
     def to_keep(self) -> Tensor | None:
@@ -106,14 +119,14 @@ class GroupedExperts:
         if not self._recompute:
             self._gate_up_R2f.append(gate_up_R2f)
         gate, up = gate_up_R2f.chunk(2, dim=-1)
-        y_RD = self._products.forward(F.silu(gate) * up, self.call.down, rows.offsets_e)
+        y_RD = multiply(F.silu(gate) * up, self._down, rows.offsets_e, triton=self._triton)
         return self._sum_by_token(k, y_RD, self._weight_R[k])
 
-    def backward_chunk(self, k: int, grad_cD: Tensor, tokens: GatheredChunks) -> Tensor:
-        call, rows, weight_R = self.call, self.rows[k], self._weight_R[k]
+    def backward_chunk(self, k: int, grad_cD: Tensor, tokens: GatherInChunks) -> Tensor:
+        rows, weight_R = self.rows[k], self._weight_R[k]
         here = slice(self._row_ends[k], self._row_ends[k + 1])
         if k == 0:
-            num_rows, twice_width = self._row_ends[-1], call.gate_up.shape[1]
+            num_rows, twice_width = self._row_ends[-1], self._gate_up.shape[1]
             self._act_Rf = grad_cD.new_empty(num_rows, twice_width // 2)
             self._grad_gate_up_R2f = grad_cD.new_empty(num_rows, twice_width)
         gate_up_R2f = self._multiply_in(k, tokens.chunk(k)) if not self._gate_up_R2f else self._gate_up_R2f[k]
@@ -121,46 +134,45 @@ class GroupedExperts:
         silu = F.silu(gate)
         self._act_Rf[here] = act_Rf = silu * up
         # The output's gradient before its routing weight; times the activation it is also the weight's gradient.
-        grad_act_Rf = self._products.back(_clear_tail(grad_cD[rows.token_R], rows), call.down, rows.offsets_e)
-        grad_act_Rf = _clear_tail(grad_act_Rf, rows)
+        grad_y_RD = _clear_tail(grad_cD[rows.token_R], rows)
+        grad_act_Rf = _clear_tail(multiply_back(grad_y_RD, self._down, rows.offsets_e, triton=self._triton), rows)
+        del grad_y_RD
         self._grad_weight_R.append((wide(grad_act_Rf) * wide(act_Rf)).sum(-1))
         grad_act_Rf = (grad_act_Rf * weight_R[:, None]).to(act_Rf.dtype)
         grad_gate_up_R2f, width = self._grad_gate_up_R2f[here], act_Rf.shape[1]
         grad_gate_up_R2f[:, width:] = grad_act_Rf * silu
         grad_gate_up_R2f[:, :width] = torch.ops.aten.silu_backward(grad_act_Rf * up, gate)
-        return self._sum_by_token(k, self._products.back(grad_gate_up_R2f, call.gate_up, rows.offsets_e), None)
+        grad_x_RD = multiply_back(grad_gate_up_R2f, self._gate_up, rows.offsets_e, triton=self._triton)
+        return self._sum_by_token(k, grad_x_RD, None)
 
     def routing_gradient(self) -> Tensor:
-        call = self.call
-        grad_weights = torch.zeros_like(call.weights_TA)
+        grad_weights = torch.zeros_like(self._weights_TA)
         for k, (rows, grad_R) in enumerate(zip(self.rows, self._grad_weight_R, strict=True)):
-            here = grad_weights[call.chunks.gathered_rows(k)].view(-1)
+            here = grad_weights[self.chunks.gathered_rows(k)].view(-1)
             here[rows.pair_R] = grad_R.to(grad_weights.dtype)
         return grad_weights
 
-    def weight_gradients(self, grad_TD: Tensor, x_TD: Tensor) -> WeightGradients:
-        every = self._all_rows()
+    def weight_gradients(self, grad_TD: Tensor, x_TD: Tensor) -> list[Tensor]:
+        every, triton = self._all_rows(), self._triton
         grad_y_RD = (grad_TD[every.token_R] * every.weight_R[:, None]).to(x_TD.dtype)
         grad_y_RD = torch.where(every.valid_R[:, None], grad_y_RD, 0.0)
-        grad_down = self._products.weight_gradient(grad_y_RD, every.sort(self._act_Rf), every.offsets_e)
+        grad_down = multiply_outer(grad_y_RD, every.sort(self._act_Rf), every.offsets_e, triton=triton)
         del grad_y_RD
         grad_rows = every.sort(self._grad_gate_up_R2f)
-        grad_gate_up = self._products.weight_gradient(grad_rows, x_TD[every.token_R], every.offsets_e)
-        if not self._has_copies:
-            return WeightGradients(Slices(grad_gate_up, grad_down), None)
-        own, copies = (
-            Slices(grad_gate_up[here], grad_down[here]) for here in (slice(self._num_own), slice(self._num_own, None))
-        )
-        return WeightGradients(own, copies)
+        grad_gate_up = multiply_outer(grad_rows, x_TD[every.token_R], every.offsets_e, triton=triton)
+        if len(self._stack_sizes) == 1:
+            return [grad_gate_up, grad_down]
+        parts = (grad_gate_up.split(self._stack_sizes), grad_down.split(self._stack_sizes))
+        return [part for stack in zip(*parts, strict=True) for part in stack]
 
     def _multiply_in(self, k: int, x_cD: Tensor) -> Tensor:
         rows = self.rows[k]
-        return self._products.forward(x_cD[rows.token_R], self.call.gate_up, rows.offsets_e)
+        return multiply(x_cD[rows.token_R], self._gate_up, rows.offsets_e, triton=self._triton)
 
     def _sum_by_token(self, k: int, y_RD: Tensor, weight_R: Tensor | None) -> Tensor:
         """Add every row, times its weight, to its token, always in the same order: -> [c, D]."""
-        rows, num_active = self.rows[k], self.call.slots_TA.shape[1]
-        here = self.call.chunks.gathered_rows(k)
+        rows, num_active = self.rows[k], self._num_active
+        here = self.chunks.gathered_rows(k)
         num_rows, num_tokens = y_RD.shape[0], here.stop - here.start
         out_cD = wide(y_RD[:0]).new_zeros(num_tokens, y_RD.shape[1])
         # On a device index_add adds in any order; so look up each pair's row instead and add choice after choice.
@@ -184,9 +196,9 @@ class GroupedExperts:
         for k, rows in enumerate(self.rows):
             number = torch.arange(rows.token_R.shape[0], device=rows.token_R.device)
             slots.append(torch.searchsorted(rows.offsets_e, number, right=True))
-            tokens.append(rows.token_R + self.call.chunks.gathered_rows(k).start)
+            tokens.append(rows.token_R + self.chunks.gathered_rows(k).start)
         key, order = torch.cat(slots).sort(stable=True)
-        num_slots = self.call.gate_up.shape[0]
+        num_slots = sum(self._stack_sizes)
         offsets_e = torch.searchsorted(key, torch.arange(num_slots, device=key.device), right=True)
         return _AllRows(
             token_R=torch.cat(tokens)[order],
@@ -197,14 +209,234 @@ class GroupedExperts:
         )
 
 
-def _stacked(call: ExpertsCall) -> ExpertsCall:
-    """The same call, the copies behind the experts in one tensor: a grouped product takes no list."""
-    if call.copies is None:
-        return call
-    gate_up, down = torch.cat([call.gate_up, call.copies.gate_up]), torch.cat([call.down, call.copies.down])
-    return call._replace(gate_up=gate_up, down=down, copies=None)
-
-
 def _clear_tail(x: Tensor, rows: Rows) -> Tensor:
     """Zero the rows that no pair fills."""
     return torch.where(rows.valid_R[:, None], x, 0.0)
+
+
+def _concatenated(stacks: Sequence[Tensor]) -> Tensor:
+    return stacks[0] if len(stacks) == 1 else torch.cat(list(stacks))
+
+
+# The three grouped products; rows past the last offset of a result may hold anything. The dry run replaces them, whose
+# fake tensors need nothing but shapes.
+def multiply(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    """Multiply each row by its expert's weight transposed: -> [R, O]."""
+    if triton:
+        return rows_times_weights(x_RI, weight_eOI=weight_eOI, offsets_e=offsets_e)
+    return F.grouped_mm(x_RI, weight_eOI.transpose(1, 2), offs=offsets_e)
+
+
+def multiply_back(grad_RO: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    """Compute the gradient of `multiply` for its rows: -> [R, I]."""
+    if triton:
+        return rows_times_weights_back(grad_RO, weight_eOI=weight_eOI, offsets_e=offsets_e)
+    return F.grouped_mm(grad_RO, weight_eOI, offs=offsets_e)
+
+
+def multiply_outer(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    """Compute the gradient of `multiply` for the weights, zero for experts without a row: -> [e, O, I]."""
+    if triton:
+        return weight_gradient(grad_RO, x_RI=x_RI, offsets_e=offsets_e)
+    return F.grouped_mm(grad_RO.t(), x_RI, offs=offsets_e)
+
+
+class Tile(NamedTuple):
+    """What one program computes, height x width, in steps of `depth` of the dimension summed over; powers of two."""
+
+    height: int
+    width: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+def grouped_backend(dtype: torch.dtype, *, capability: tuple[int, int]) -> str:
+    """What "auto" of `experts_backend` is on a GPU of this compute capability.
+
+    torch's grouped product (2.11 to 2.13) leaves the offsets on the device only for bfloat16 on compute capability 9
+    and 10; elsewhere it copies them to the host and multiplies in a loop. Neither it nor Triton's multiplies float64.
+    """
+    if dtype not in DTYPES:
+        return "loop"
+    return "grouped" if dtype == torch.bfloat16 and capability[0] in (9, 10) else "triton"
+
+
+def rows_times_weights(x_RI: Tensor, *, weight_eOI: Tensor, offsets_e: Tensor, tile: Tile | None = None) -> Tensor:
+    """Each row times its expert's weight transposed: [R, I], [e, O, I] -> [R, O] in x's type.
+
+    offsets_e [e] int32, the end of each expert's rows, never descending and at most R. Rows after the last are zero.
+    Raises ValueError where Triton cannot work; so do the other two.
+    """
+    _check(x_RI, weight_eOI, offsets_e)
+    return _operators().rows_times_weights(x_RI, weight_eOI, offsets_e, tile and list(tile))
+
+
+def rows_times_weights_back(
+    grad_RO: Tensor, *, weight_eOI: Tensor, offsets_e: Tensor, tile: Tile | None = None
+) -> Tensor:
+    """The gradient of `rows_times_weights` for its rows: [R, O], [e, O, I] -> [R, I]; zeros after the last offset."""
+    weight_eIO = weight_eOI.transpose(1, 2)
+    _check(grad_RO, weight_eIO, offsets_e)
+    return _operators().rows_times_weights(grad_RO, weight_eIO, offsets_e, tile and list(tile))
+
+
+def weight_gradient(grad_RO: Tensor, *, x_RI: Tensor, offsets_e: Tensor, tile: Tile | None = None) -> Tensor:
+    """The gradient of `rows_times_weights` for the weights: [R, O], [R, I] -> [e, O, I].
+
+    Zeros for experts without rows; rows after the last offset are not read.
+    """
+    assert grad_RO.shape[0] == x_RI.shape[0]
+    _check(grad_RO, x_RI, offsets_e)
+    return _operators().weight_gradient(grad_RO, x_RI, offsets_e, tile and list(tile))
+
+
+def choose_tile(*, height: int, width: int, dtype: torch.dtype) -> Tile:
+    """A tile for outputs of about this size: at most 128 x 128, in float32, whose operands are larger, 64 x 64.
+
+    Four stages of the largest take 64 KiB of shared memory, which every GPU since compute capability 8.0 has. Compiled
+    for 8.0 and 9.0 the largest spill no registers; none has been timed.
+    """
+    side = 64 if dtype == torch.float32 else 128
+    tall, wide = (min(side, max(16, _next_power_of_2(size))) for size in (height, width))
+    num_warps = 8 if tall * wide >= 128 * 128 else 4
+    return Tile(height=tall, width=wide, depth=32, num_warps=num_warps, num_stages=4)
+
+
+def num_row_tiles(num_rows: int, *, num_experts: int, height: int) -> int:
+    """Row tiles enough for any routing.
+
+    Each expert with rows, and the rows of none, begin a tile of their own: with s of them at most
+    (R - s) // height + s are needed, which is largest where all e + 1 have a row.
+    """
+    return -(-num_rows // height) + num_experts
+
+
+def fp32_precision(device_type: str) -> str:
+    """How float32 is multiplied: "tf32" on a GPU if torch.backends.cuda.matmul says so, else "ieee"."""
+    allowed = device_type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed else "ieee"
+
+
+def _operators() -> Any:
+    """Where torch keeps this file's operators, once they are defined."""
+    return getattr(torch.ops, NAMESPACE)
+
+
+# torch.compile calls it while it traces and keeps the answer: it cannot look into what defines an operator.
+@torch.compiler.assume_constant_result
+def _prepare() -> bool:
+    """Define the operators, once; whether Triton interprets. ValueError where there is no Triton."""
+    _define_operators()
+    from .kernels import interpreted
+
+    return interpreted()
+
+
+@cache
+def _define_operators() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            "experts_backend='triton' needs the package triton, which is not installed; `pip install triton` (Linux), "
+            "or choose experts_backend='grouped' or 'loop'"
+        )
+
+    @torch.library.custom_op(f"{NAMESPACE}::rows_times_weights", mutates_args=())
+    def rows_times_weights(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, tile: list[int] | None) -> Tensor:
+        return _launch_multiply_rows(x_RI, weight_eOI, offsets_e, tile)
+
+    @rows_times_weights.register_fake
+    def _(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, tile: list[int] | None) -> Tensor:
+        return x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
+
+    @torch.library.custom_op(f"{NAMESPACE}::weight_gradient", mutates_args=())
+    def weight_gradient(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, tile: list[int] | None) -> Tensor:
+        return _launch_sum_outer(grad_RO, x_RI, offsets_e, tile)
+
+    @weight_gradient.register_fake
+    def _(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, tile: list[int] | None) -> Tensor:
+        return x_RI.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1])
+
+
+def _launch_multiply_rows(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, sides: list[int] | None) -> Tensor:
+    from .kernels import interpreted, multiply_rows
+
+    num_rows, num_in = x_RI.shape
+    num_experts, num_out, _ = weight_eOI.shape
+    # Rows an expert has on average; higher tiles would mostly be empty.
+    mean_rows = -(-num_rows // num_experts)
+    tile = Tile(*sides) if sides else choose_tile(height=mean_rows, width=num_out, dtype=x_RI.dtype)
+    out_RO = x_RI.new_empty(num_rows, num_out)
+    num_bands = -(-num_row_tiles(num_rows, num_experts=num_experts, height=tile.height) // BAND)
+    grid = (num_bands * BAND * -(-num_out // tile.width),)
+    with torch.cuda.device_of(x_RI):
+        multiply_rows[grid](
+            x_RI,
+            weight_eOI,
+            offsets_e,
+            out_RO,
+            num_rows,
+            num_out,
+            num_in,
+            num_experts,
+            *x_RI.stride(),
+            *weight_eOI.stride(),
+            PRECISION=fp32_precision(x_RI.device.type),
+            WIDEN=interpreted(),
+            SEGMENTS=_next_power_of_2(num_experts + 1),
+            BAND=BAND,
+            HEIGHT=tile.height,
+            WIDTH=tile.width,
+            DEPTH=tile.depth,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return out_RO
+
+
+def _launch_sum_outer(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, sides: list[int] | None) -> Tensor:
+    from .kernels import interpreted, sum_outer
+
+    num_experts, num_out, num_in = offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1]
+    tile = Tile(*sides) if sides else choose_tile(height=num_out, width=num_in, dtype=x_RI.dtype)
+    out_eOI = x_RI.new_empty(num_experts, num_out, num_in)
+    grid = (num_experts * -(-num_out // tile.height) * -(-num_in // tile.width),)
+    with torch.cuda.device_of(x_RI):
+        sum_outer[grid](
+            grad_RO,
+            x_RI,
+            offsets_e,
+            out_eOI,
+            num_out,
+            num_in,
+            *grad_RO.stride(),
+            *x_RI.stride(),
+            PRECISION=fp32_precision(x_RI.device.type),
+            WIDEN=interpreted(),
+            HEIGHT=tile.height,
+            WIDTH=tile.width,
+            DEPTH=tile.depth,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return out_eOI
+
+
+def _check(first: Tensor, second: Tensor, offsets_e: Tensor) -> None:
+    if first.dtype not in DTYPES:
+        raise ValueError(
+            f"experts_backend='triton' multiplies bfloat16, float16 and float32, not {first.dtype}; "
+            "train in one of these or choose experts_backend='loop'"
+        )
+    interpreted = _prepare()
+    if first.device.type == "cpu" and not interpreted:
+        raise ValueError(
+            f"experts_backend='triton' needs a GPU, and the experts are on {first.device}; "
+            "choose experts_backend='loop' or 'grouped'"
+        )
+    assert first.dtype == second.dtype
+    assert offsets_e.dtype == torch.int32
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()

@@ -1,20 +1,42 @@
-"""Initial weights drawn from (seed, parameter name, global index): the same model for every layout.
+"""Make a model for a mesh: weights drawn from (seed, parameter name, global index), the same for every layout.
 
 Each element has a counter of its own, so a rank draws just its shard and any two layouts agree on every number: the
 Box-Muller transform, in float64, of the bits that noise.py makes of it.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 from .config import GatherMoeConfig
+from .execution import Execution
 from .mesh import ParallelMesh
+from .model import GatherMoeForCausalLM
 from .noise import mix, shift, stream_key
 from .shard_table import Shard, ShardTable
 
 CHUNK = 2**22  # elements drawn at a time, to bound the memory for counters
+
+
+def build_model(
+    config: GatherMoeConfig,
+    *,
+    mesh: ParallelMesh,
+    seed: int,
+    execution: Execution | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> GatherMoeForCausalLM:
+    """This rank's shard of a freshly initialised model, in training mode."""
+    with no_init_weights():
+        model = GatherMoeForCausalLM(config, mesh=mesh, execution=execution)
+    model.tie_weights()  # part of what was switched off
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    initialise(model, config=config, mesh=mesh, seed=seed)
+    return model.train()
 
 
 def initialise(model: nn.Module, *, config: GatherMoeConfig, mesh: ParallelMesh, seed: int) -> None:
@@ -74,3 +96,41 @@ def normal_at(counters: Tensor, *, name: str, seed: int) -> Tensor:
     # 53 bits each; the first lies in (0, 1], so that its logarithm is finite.
     radius = ((shift(bits, 11) + 1).double() * 2.0**-53).log_().mul_(-2.0).sqrt_()
     return radius.mul_((shift(second, 11).double() * (2.0**-53 * 2 * math.pi)).cos_())
+
+
+def cut(full: Tensor, shard: Shard) -> Tensor:
+    """The shard of a whole tensor, padded with zeros where the table pads; contiguous and its own memory."""
+    local = full.new_zeros(shard.shape)
+    part = full
+    for dim, ranges in enumerate(shard.ranges):
+        part = torch.cat([part.narrow(dim, start, end - start) for start, end in ranges], dim=dim)
+    local[tuple(slice(0, size) for size in part.shape)] = part
+    return local
+
+
+def paste(full: Tensor, local: Tensor, shard: Shard) -> None:
+    """Write a shard to its place in the whole tensor, in place and without its padding."""
+    sizes = [sum(end - start for start, end in ranges) for ranges in shard.ranges]
+    _paste(full, local[tuple(slice(0, size) for size in sizes)], shard.ranges)
+
+
+def join(shards: Sequence[tuple[Tensor, Shard]]) -> Tensor:
+    """The whole tensor from the shards of every rank of a group."""
+    first, shard = shards[0]
+    full = first.new_zeros(shard.full_shape)
+    for local, place in shards:
+        paste(full, local, place)
+    return full
+
+
+def _paste(full: Tensor, local: Tensor, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> None:
+    if not ranges:
+        full.copy_(local)
+        return
+    dim = full.dim() - len(ranges)
+    offset = 0
+    for start, end in ranges[0]:
+        width = end - start
+        target, source = full.narrow(dim, start, width), local.narrow(dim, offset, width)
+        _paste(target, source, ranges[1:])
+        offset += width

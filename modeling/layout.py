@@ -43,7 +43,7 @@ class BatchSizes:
     block_size: int
 
 
-# How tokens meet the experts that several ranks share; dispatch.py has them, cost.py decides for "auto".
+# How tokens meet the experts that several ranks share; moe.py has them, cost.py decides for "auto".
 STRATEGIES = ("gather_tokens", "gather_weights", "all_to_all", "auto")
 
 

@@ -1,9 +1,17 @@
-"""A matrix product whose backward looks its weight up again, so that ZeRO-3 may drop the gathered copy in between."""
+"""Matrix products with weights, on one process or around transfers: gather and multiply; multiply, sum and scatter.
 
+Every backward looks its weight up again, so that ZeRO-3 may drop the gathered copy in between. In chunks, forward and
+backward, a chunk's product runs while the next chunk travels, and weight gradients run while the last gradients travel
+home (sequence parallelism, 2205.05198, §4.2.2, with the overlap of MegaScale, 2402.15627, §3.2).
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .comm import Chunks, GatherInChunks, ScatterInChunks, tokens_again, tokens_to_keep
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -54,7 +62,7 @@ def plain_weight(module: nn.Module, *, kind: type[nn.Module] = Linear) -> Tensor
 
 def check_plain(module: nn.Module, *, kind: type[nn.Module]) -> None:
     """ValueError where something else stands in for a module that a group shares, which knows nothing of the group."""
-    if type(module) is not kind:
+    if not isinstance(module, kind):
         raise ValueError(
             f"a {kind.__name__} was replaced by {type(module).__name__}, which a model shared by several ranks would "
             "leave out; train adapters on one process, from a checkpoint's hf/ folder"
@@ -70,8 +78,75 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad_x = torch.matmul(grad, weight) if ctx.needs_input_grad[0] else None
+        x_needs_gradient, weight_needs_gradient = ctx.needs_input_grad
+        grad_x = torch.matmul(grad, weight) if x_needs_gradient else None
         grad_weight = None
-        if ctx.needs_input_grad[1]:
+        if weight_needs_gradient:
             grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         return grad_x, grad_weight
+
+
+def gather_linear(x_tD: Tensor, weights: Sequence[Tensor], *, chunks: Chunks) -> list[Tensor]:
+    """x_tD [t, D] of every rank times each weight [O, D] transposed -> for each [T, O], in token order."""
+    return list(_GatherLinear.apply(chunks, *autocast_inputs(x_tD, *weights)))
+
+
+def linear_scatter(y_TI: Tensor, weight: Tensor, *, chunks: Chunks) -> Tensor:
+    """y_TI [T, I] in token order times weight [O, I] transposed, summed over the ranks -> this rank's rows [t, O]."""
+    return _LinearScatter.apply(chunks, *autocast_inputs(y_TI, weight))
+
+
+class _GatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, x_tD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        gather = GatherInChunks(x_tD, chunks)
+        weight_OD = torch.cat(weights)
+        out_TO = x_tD.new_empty(gather.buffer.shape[0], weight_OD.shape[0])
+        for k in range(chunks.num_chunks):
+            torch.mm(gather.chunk(k), weight_OD.t(), out=out_TO[chunks.gathered_rows(k)])
+        ctx.chunks = chunks
+        ctx.save_for_backward(tokens_to_keep(gather, x_tD), *weights)
+        return chunks.to_token_order(out_TO).split([w.shape[0] for w in weights], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        chunks: Chunks = ctx.chunks
+        _, _, *weights_need_gradients = ctx.needs_input_grad
+        kept, *weights = ctx.saved_tensors
+        tokens = tokens_again(kept, chunks)
+        tokens.start_rest()
+        grad_TO = chunks.to_chunk_order(torch.cat(grads, dim=1))
+        weight_OD = torch.cat(weights)
+        scatter = ScatterInChunks(kept.new_empty(chunks.num_tokens, kept.shape[1]), chunks)
+        for k in range(chunks.num_chunks):
+            scatter.add(k, grad_TO[chunks.gathered_rows(k)] @ weight_OD)
+        x_TD = tokens.all()
+        grad_weights: Sequence[Tensor | None] = [None] * len(weights)
+        if any(weights_need_gradients):
+            grad_weights = (grad_TO.t() @ x_TD).split([w.shape[0] for w in weights])
+        return None, scatter.finish(), *grad_weights
+
+
+class _LinearScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, y_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        scatter = ScatterInChunks(y_TI.new_empty(chunks.num_tokens, weight_OI.shape[0]), chunks)
+        for k in range(chunks.num_chunks):
+            scatter.add(k, chunks.pick(y_TI, k) @ weight_OI.t())
+        ctx.chunks = chunks
+        ctx.save_for_backward(y_TI, weight_OI)
+        return scatter.finish()
+
+    @staticmethod
+    def backward(ctx: Any, grad_tO: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        chunks: Chunks = ctx.chunks
+        y_TI, weight_OI = ctx.saved_tensors
+        gather = GatherInChunks(grad_tO, chunks)
+        grad_y_TI = y_TI.new_empty(y_TI.shape)
+        for k in range(chunks.num_chunks):
+            torch.mm(gather.chunk(k), weight_OI, out=grad_y_TI[chunks.gathered_rows(k)])
+        grad_weight = None
+        _, _, weight_needs_gradient = ctx.needs_input_grad
+        if weight_needs_gradient:
+            grad_weight = gather.all().t() @ chunks.to_chunk_order(y_TI)
+        return None, chunks.to_token_order(grad_y_TI), grad_weight

@@ -20,7 +20,6 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import (
-    BY_MASK,
     AttentionInputs,
     GatherMoeAttention,
     check_documents,
@@ -28,24 +27,29 @@ from .attention import (
     document_positions,
     eager_attention,
     find_documents,
+    rotary_tables,
 )
-from .auxiliary import TargetCounts, add_auxiliary_losses
-from .collectives import scatter_tokens
+from .auxiliary import (
+    BatchCounts,
+    GatherMoeCausalLMOutput,
+    GatherMoeModelOutput,
+    TargetCounts,
+    TokenSums,
+    add_auxiliary_losses,
+)
+from .comm import cut_in_chunks, scatter_tokens
 from .config import GatherMoeConfig
-from .decoder import GatherMoeDecoderLayer
-from .embedding import VocabularyEmbedding, VocabularyHead
+from .copies import ExpertsWithCopies
+from .decoder import GatherMoeDecoderLayer, layer_places, noisy_places
+from .execution import BY_MASK, Execution
 from .experts import GatherMoeExperts
 from .hf_keys import expert_weight_conversions
 from .layout import LayoutRequest, check_layout
-from .loss import IGNORED, losses_of_logits, shifted
 from .mesh import ParallelMesh, one_rank_mesh
 from .noise import NoiseOrigin
 from .norm import RmsNorm, SplitNorm
-from .outputs import BatchCounts, GatherMoeCausalLMOutput, GatherMoeModelOutput, TokenSums
-from .places import layer_places, noisy_places
-from .rope import rotary_tables
 from .router import GatherMoeRouter, RouterStatistics
-from .wire import wire_of
+from .vocabulary import IGNORED, VocabularyEmbedding, VocabularyHead, losses_of_logits, shifted
 
 DocumentStarts = tuple[tuple[int, ...], ...]
 
@@ -108,12 +112,14 @@ class GatherMoePreTrainedModel(PreTrainedModel):
 class GatherMoeModel(GatherMoePreTrainedModel):
     """The decoder without a head."""
 
-    def __init__(self, config: GatherMoeConfig, mesh: ParallelMesh | None = None) -> None:
+    def __init__(
+        self, config: GatherMoeConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+    ) -> None:
         super().__init__(config)
-        self.mesh = mesh or one_rank_mesh()
+        self.mesh, self.execution = mesh or one_rank_mesh(), execution or Execution()
         layout = self.mesh.layout
         request = LayoutRequest(
-            sizes=config.sizes, layout=layout, world_size=layout.world_size, strategy=config.strategy
+            sizes=config.sizes, layout=layout, world_size=layout.world_size, strategy=self.execution.strategy
         )
         check_layout(request)
         if self.mesh.group is not None and config.attention_dropout > 0:
@@ -127,7 +133,8 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         else:
             self.embed_tokens = VocabularyEmbedding(config.vocab_size, config.hidden_size, mesh=self.mesh)
         self.layers = nn.ModuleList(
-            GatherMoeDecoderLayer(config, layer_idx=i, mesh=self.mesh) for i in range(config.num_hidden_layers)
+            GatherMoeDecoderLayer(config, layer_idx=i, mesh=self.mesh, execution=self.execution)
+            for i in range(config.num_hidden_layers)
         )
         self.norm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps, group=self.mesh.group)
         self.gradient_checkpointing = False
@@ -238,10 +245,14 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
-    def __init__(self, config: GatherMoeConfig, mesh: ParallelMesh | None = None) -> None:
+    def __init__(
+        self, config: GatherMoeConfig, mesh: ParallelMesh | None = None, execution: Execution | None = None
+    ) -> None:
         super().__init__(config)
-        self.mesh = mesh or one_rank_mesh()
-        self.model = GatherMoeModel(config, mesh=self.mesh)
+        self.mesh, self.execution = mesh or one_rank_mesh(), execution or Execution()
+        self.model = GatherMoeModel(config, mesh=self.mesh, execution=self.execution)
+        # Of every MoE layer, in their order, where there are slots for copies; else none.
+        self.experts_with_copies = [m for m in self.model.modules() if isinstance(m, ExpertsWithCopies)]
         self.lm_head = VocabularyHead(config.hidden_size, config.vocab_size, mesh=self.mesh)
         self.post_init()
 
@@ -324,7 +335,7 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         if result.logits is not None and result.logits.shape[:2] == targets.shape:
             total, nll = losses_of_logits(result.logits, targets, z_coef=config.logits_z_loss_coef)
         else:
-            chunks = wire_of(config).chunks(hidden.flatten(0, -2), self.mesh.group)
+            chunks = cut_in_chunks(hidden.flatten(0, -2), self.mesh.group, self.execution)
             total, nll, _ = self.lm_head(hidden, targets=targets, z_coef=config.logits_z_loss_coef, chunks=chunks)
         items = num_items.clamp(min=1)
         result.loss, result.lm_loss = total / items, nll.detach() / items
@@ -335,7 +346,7 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
                 statistics=router_statistics,
                 targets=TargetCounts(num_targets, num_items, targets.numel()),
                 counts=counts,
-                layers=self.model.layers,
+                copies=self.experts_with_copies,
                 config=config,
                 mesh=self.mesh,
             )

@@ -1,64 +1,61 @@
-"""The feed-forward half of a decoder block: a sparse mixture of experts, or one dense SwiGLU layer."""
+"""The feed-forward half of a decoder block: a sparse mixture of experts, or one dense SwiGLU layer.
 
-from functools import partial
-from typing import Any
+Each strategy is a function that routes this rank's tokens and sends them through experts of the whole group, all with
+the same result as a single rank:
 
+strategy         layout        what moves, forward                                         the host waits
+gather_tokens    any ep x etp  all tokens to every rank, sums home                         never
+gather_weights   ep = 1        slices of expert weights to every rank, tokens stay         never
+all_to_all       ep = N        each token's row to the ranks of its experts, and back      for the counts
+"""
+
+from typing import NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from .capacity import expert_capacity, kept_choices
+from .comm import RowSplits, all_to_all_rows, cut_in_chunks, exchange_rows, start_routing, start_tokens, wide
 from .config import GatherMoeConfig
+from .copies import ExpertsWithCopies
 from .cost import MoeTraffic, choose_strategy
-from .dispatch import Dispatch, Dispatched, dispatch
+from .execution import Execution
 from .experts import GatherMoeExperts
-from .gathered_linear import gather_linear, linear_scatter
-from .linear import Linear, check_plain, plain_weight
+from .linear import Linear, autocast_inputs, check_plain, gather_linear, linear_scatter, plain_weight
 from .mesh import ParallelMesh
 from .router import GatherMoeRouter, Routing
-from .wire import wire_of
+
+
+class MoeOutput(NamedTuple):
+    """The weighted sums of the experts' outputs for this rank's tokens, [t, D], and how these were routed."""
+
+    out_tD: Tensor
+    routing: Routing
 
 
 class GatherMoeSparseBlock(nn.Module):
     """A router over the experts of the whole group."""
 
-    def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh) -> None:
+    def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh, execution: Execution) -> None:
         super().__init__()
-        self.mesh, self.strategy, self.sizes, self.wire = mesh, config.strategy, config.sizes, wire_of(config)
-        self.capacity_factor = config.capacity_factor
-        self.gate = GatherMoeRouter(config)
-        self.experts = GatherMoeExperts(config, mesh=mesh)
+        self.mesh, self.execution, self.sizes = mesh, execution, config.sizes
+        self.strategy = execution.strategy
+        self.gate = GatherMoeRouter(config, mesh=mesh)
+        has_copies = execution.resident_experts and mesh.group is not None
+        self.experts = (ExpertsWithCopies if has_copies else GatherMoeExperts)(config, mesh=mesh, execution=execution)
 
-    def forward(
-        self,
-        x_tD: Tensor,
-        *,
-        router_weight: Tensor | None = None,
-        token_mask_t: Tensor | None = None,
-        noise_t: Tensor | None = None,
-    ) -> Dispatched:
-        """This rank's normed tokens [t, D] -> their outputs [t, D], and how they were routed."""
-        if self.mesh.group is not None:
-            check_plain(self.experts, kind=GatherMoeExperts)
-        route = partial(self._route, x_tD, weight=router_weight, token_mask_t=token_mask_t, noise_t=noise_t)
-        return dispatch(Dispatch(x_tD, route, self.experts, self.mesh, self.wire), strategy=self.strategy_for(x_tD))
-
-    def _route(self, x_tD: Tensor, **options: Any) -> Routing:
-        """The gate's choice; in training without what an expert has no room for, where there is a capacity."""
-        routing = self.gate(x_tD, **options)
-        if self.capacity_factor is None or not self.training:
-            return routing
-        num_active, num_experts = self.sizes.num_experts_per_tok, self.sizes.num_experts
-        capacity = expert_capacity(
-            x_tD.shape[0] * self.mesh.layout.tp,
-            num_active=num_active,
-            num_experts=num_experts,
-            factor=self.capacity_factor,
-        )
-        kept_tA = kept_choices(routing.expert_ids_tA, num_experts=num_experts, capacity=capacity, group=self.mesh.group)
-        return routing.dropping(kept_tA)
+    def forward(self, x_tD: Tensor, **router_inputs: Tensor | None) -> MoeOutput:
+        """This rank's normed tokens [t, D] -> their outputs [t, D]; `router_inputs` are the router's by name."""
+        if self.mesh.group is None:
+            routing = self.gate(x_tD, **router_inputs)
+            return MoeOutput(self.experts(x_tD, routing.expert_ids_tA, routing.weights_tA), routing)
+        check_plain(self.experts, kind=GatherMoeExperts)
+        strategy = {"gather_tokens": gather_tokens, "gather_weights": gather_weights, "all_to_all": all_to_all}
+        return strategy[self.strategy_for(x_tD)](self, x_tD, router_inputs, self.mesh.group)
 
     def strategy_for(self, x_tD: Tensor) -> str:
-        """The configured strategy; for "auto" what sends least for as many tokens as there are."""
+        """The strategy asked for; for "auto" what sends least for as many tokens as there are."""
         if self.strategy != "auto":
             return self.strategy
         layout = self.mesh.layout
@@ -67,17 +64,89 @@ class GatherMoeSparseBlock(nn.Module):
             layout=layout,
             num_tokens=x_tD.shape[0] * layout.tp,
             element_bytes=x_tD.element_size(),
-            regather=self.wire.regather,
+            regather=self.execution.regather,
         )
         return choose_strategy(traffic)
+
+
+def gather_tokens(
+    block: GatherMoeSparseBlock, x_tD: Tensor, router_inputs: dict[str, Tensor | None], group: ProcessGroup
+) -> MoeOutput:
+    """All tokens to every rank, each works on its experts or slices, sums come home.
+
+    Wire per rank, forward: T*D in and T*D out, and 6*A bytes per token for ids and weights, whatever the routing is.
+    The router works while the first tokens travel, and its choice goes before the others.
+    """
+    [sent_tD] = autocast_inputs(x_tD)
+    tokens = start_tokens(sent_tD, cut_in_chunks(sent_tD, group, block.execution), fp8=block.experts.fp8_tokens)
+    routing = block.gate(x_tD, **router_inputs)
+    choices = start_routing(routing.expert_ids_tA, routing.weights_tA, group)
+    tokens.start_rest()
+    ids_TA, weights_TA = choices.finish()
+    out_tD = block.experts(sent_tD, ids_TA, routing.weights_tA, tokens=tokens, weights_TA=weights_TA)
+    return MoeOutput(out_tD, routing)
+
+
+def gather_weights(
+    block: GatherMoeSparseBlock, x_tD: Tensor, router_inputs: dict[str, Tensor | None], group: ProcessGroup
+) -> MoeOutput:
+    """Every rank borrows the other ranks' slices of all experts, and works on its own tokens.
+
+    Wire per rank: the 3*E*F*D weights of the layer, forward and again backward, and their gradients home, whatever
+    the number of tokens is. Pays for many tokens and few experts. The router works while the weights travel.
+    """
+    slices = block.experts.start_slices(group) if block.execution.overlap else None
+    routing = block.gate(x_tD, **router_inputs)
+    slices = slices or block.experts.start_slices(group)
+    ids_tA, weights_tA = routing.expert_ids_tA, routing.weights_tA
+    return MoeOutput(block.experts.forward_whole(x_tD, ids_tA, weights_tA, group=group, slices=slices), routing)
+
+
+def all_to_all(
+    block: GatherMoeSparseBlock, x_tD: Tensor, router_inputs: dict[str, Tensor | None], group: ProcessGroup
+) -> MoeOutput:
+    """Every token-expert pair as a row to the rank of its expert, and the output back; nothing is dropped.
+
+    Wire per rank, forward: t*A*D out and back on average, times the load of the busiest rank. The counts are read by
+    the host (GShard, 2006.16668, §3.2, without its capacity).
+    """
+    routing = block.gate(x_tD, **router_inputs)
+    num_tokens, num_active = routing.expert_ids_tA.shape
+    size = block.mesh.layout.tp
+    ids = routing.expert_ids_tA.flatten()
+    # Padding belongs to no expert, thus to the rank after the last, and stays behind.
+    owner, order = (ids // block.experts.num_local).clamp(max=size).sort(stable=True)
+    counts = torch.searchsorted(owner, torch.arange(size + 1, device=ids.device), right=False).diff()
+    splits = agree_on_splits(counts, group)
+    order = order[: sum(splits.send)]
+    sent_ids = all_to_all_rows(ids[order], splits, group)
+    rows_RD = exchange_rows(x_tD[order // num_active], splits, group)
+    ones_R1 = torch.ones(rows_RD.shape[0], 1, dtype=routing.weights_tA.dtype, device=rows_RD.device)
+    y_RD = block.experts(rows_RD, sent_ids[:, None], ones_R1)
+    back_RD = exchange_rows(y_RD, splits.turned(), group)
+    weighted_RD = wide(back_RD) * routing.weights_tA.flatten()[order][:, None]
+    out_tD = weighted_RD.new_zeros(num_tokens, x_tD.shape[1]).index_add(0, order // num_active, weighted_RD)
+    return MoeOutput(out_tD.to(x_tD.dtype), routing)
+
+
+def agree_on_splits(counts: Tensor, group: ProcessGroup) -> RowSplits:
+    """Tell every rank how many rows it will get: counts [N] int64 of the rows that go to each."""
+    one_each = [1] * len(counts)
+    received = all_to_all_rows(counts, RowSplits(one_each, one_each), group)
+    return RowSplits(*read_row_splits(torch.stack([counts, received])))
+
+
+def read_row_splits(splits: Tensor) -> list[list[int]]:
+    """Wait for how many rows go to every rank, and come from it: [2, N] int64 on the host."""
+    return splits.tolist()
 
 
 class GatherMoeMlp(nn.Module):
     """SwiGLU (Shazeer, 2002.05202), its width split over the group."""
 
-    def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh) -> None:
+    def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh, execution: Execution) -> None:
         super().__init__()
-        self.mesh, self.wire = mesh, wire_of(config)
+        self.mesh, self.execution = mesh, execution
         width = config.intermediate_size // mesh.layout.tp
         self.gate_proj = Linear(config.hidden_size, width)
         self.up_proj = Linear(config.hidden_size, width)
@@ -87,6 +156,6 @@ class GatherMoeMlp(nn.Module):
         """This rank's normed tokens [t, D] -> their outputs [t, D]."""
         if self.mesh.group is None:
             return self.down_proj(F.silu(self.gate_proj(x_tD)) * self.up_proj(x_tD))
-        gathering = self.wire.gathering(x_tD, self.mesh.group)
-        gate, up = gather_linear(x_tD, [plain_weight(self.gate_proj), plain_weight(self.up_proj)], gathering=gathering)
-        return linear_scatter(F.silu(gate) * up, plain_weight(self.down_proj), chunks=gathering.chunks)
+        chunks = cut_in_chunks(x_tD, self.mesh.group, self.execution)
+        gate, up = gather_linear(x_tD, [plain_weight(self.gate_proj), plain_weight(self.up_proj)], chunks=chunks)
+        return linear_scatter(F.silu(gate) * up, plain_weight(self.down_proj), chunks=chunks)

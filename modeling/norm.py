@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .collectives import sum_gradients, sum_over_group, wide
+from .comm import sum_gradients, sum_over_group, wide
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -29,10 +29,11 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         grad_wide, unit = wide(grad), wide(x) * scale
+        x_needs_gradient, weight_needs_gradient, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
-        if ctx.needs_input_grad[1]:
+        if weight_needs_gradient:
             grad_weight = (grad_wide * unit).flatten(0, -2).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
+        if x_needs_gradient:
             grad_unit = grad_wide * wide(weight)
             along = (grad_unit * unit).mean(-1, keepdim=True)
             grad_x = grad_unit.sub_(unit.mul_(along)).mul_(scale).to(x.dtype)

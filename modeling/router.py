@@ -1,14 +1,19 @@
-"""Top-k routing of this rank's tokens, in float32 at least, with a reproducible choice among equals."""
+"""Top-k routing of this rank's tokens, in float32 at least; what a capacity drops; sums for losses and log lines."""
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from .collectives import wide
+from .comm import all_gather_rows, wide
 from .config import GatherMoeConfig
+from .mesh import ParallelMesh
 from .noise import jitter
 
 SMALLEST_SUM = 1e-20  # of weights that are scaled to sum to 1; far below what a softmax can give
@@ -81,8 +86,9 @@ class GatherMoeRouter(nn.Module):
 
     e_score_correction_bias: Tensor | None
 
-    def __init__(self, config: GatherMoeConfig) -> None:
+    def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh) -> None:
         super().__init__()
+        self.mesh, self.capacity_factor = mesh, config.capacity_factor
         self.num_active = config.num_experts_per_tok
         self.renormalise = config.norm_topk_prob
         self.score = {"softmax": softmax_scores, "sigmoid": sigmoid_scores}[config.score_function]
@@ -109,8 +115,9 @@ class GatherMoeRouter(nn.Module):
         token_mask_t: Tensor | None = None,
         noise_t: Tensor | None = None,
     ) -> Routing:
-        """Route x_tD [t, D]; tokens whose mask is False go to no expert.
+        """Route x_tD [t, D]; tokens whose mask is False go to no expert. In training a capacity drops what has no room.
 
+        weight   instead of the module's own: the decoder block's, which sums the gradients of all replicated weights
         noise_t  [t] int64, the counters that the jitter of x is drawn from; None for none
         """
         weight_ED = wide(self.weight if weight is None else weight)
@@ -119,7 +126,7 @@ class GatherMoeRouter(nn.Module):
             x_tD = jitter(x_tD, noise_t, width=self.jitter_width)
         with torch.autocast(x_tD.device.type, enabled=False):
             logits_tE = x_tD @ weight_ED.t()
-        return route(
+        routing = route(
             logits_tE,
             num_active=self.num_active,
             renormalise=self.renormalise,
@@ -127,6 +134,15 @@ class GatherMoeRouter(nn.Module):
             score=self.score,
             bias_E=self.e_score_correction_bias,
             scaling_factor=self.scaling_factor,
+        )
+        if self.capacity_factor is None or not self.training:
+            return routing
+        num_tokens, num_experts = x_tD.shape[0] * self.mesh.layout.tp, weight_ED.shape[0]
+        capacity = expert_capacity(
+            num_tokens, num_active=self.num_active, num_experts=num_experts, factor=self.capacity_factor
+        )
+        return routing.dropping(
+            kept_choices(routing.expert_ids_tA, num_experts=num_experts, capacity=capacity, group=self.mesh.group)
         )
 
 
@@ -159,6 +175,43 @@ def route(
         ids_tA = ids_tA.masked_fill(~token_mask_t[:, None], num_experts)
         weights_tA = weights_tA * token_mask_t[:, None]
     return Routing(logits_tE, ids_tA, weights_tA, probs_tE)
+
+
+def expert_capacity(num_tokens: int, *, num_active: int, num_experts: int, factor: float) -> int:
+    """Tokens an expert takes at most, of `num_tokens` in the whole group: `factor` times its even share, rounded up."""
+    # As written: 1.1 times 100 tokens is 110, which the nearest binary number is a little more than.
+    return math.ceil(Fraction(str(factor)) * num_tokens * num_active / num_experts)
+
+
+def kept_choices(ids_tA: Tensor, *, num_experts: int, capacity: int, group: ProcessGroup | None) -> Tensor:
+    """Which choices [t, A] of expert ids [t, A] fit, bool; `num_experts`, padding's id, takes no room and is kept.
+
+    First choices go before second ones, and among equals earlier tokens of the group's micro-batch before later ones,
+    so what is dropped does not depend on how many ranks share the tokens (2101.03961, §2.2; 2006.16668, §3.2). What is
+    dropped skips its expert through the residual. Every rank tells the
+    others how often its tokens choose each expert: one small gather, and no host waits.
+    """
+    num_tokens, num_active = ids_tA.shape
+    width = num_experts + 1
+    choice = torch.arange(num_active, device=ids_tA.device)
+    # By choice, then by expert, then by token.
+    key_At, order = (ids_tA + choice * width).t().flatten().sort(stable=True)
+    ends = torch.searchsorted(key_At, torch.arange(num_active * width, device=ids_tA.device), right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    before = _taken_before(counts.view(num_active, width), group)
+    place = torch.arange(len(key_At), device=ids_tA.device) - (ends - counts)[key_At] + before.flatten()[key_At]
+    kept = (place < capacity) | (key_At % width == num_experts)
+    return torch.empty_like(kept).scatter_(0, order, kept).view(num_active, num_tokens).t()
+
+
+def _taken_before(counts_AE: Tensor, group: ProcessGroup | None) -> Tensor:
+    """How many of each expert's places are taken before this rank's tokens of each choice: [A, E] int64."""
+    if group is None:
+        return counts_AE.cumsum(0) - counts_AE
+    counts_NAE = all_gather_rows(counts_AE[None], group)
+    rank = dist.get_rank(group)
+    of_choice = counts_NAE.sum(0)
+    return of_choice.cumsum(0) - of_choice + counts_NAE[:rank].sum(0)
 
 
 def router_statistics(

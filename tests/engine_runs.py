@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.build import build_model
 from modeling.config import GatherMoeConfig
-from modeling.init import shard_table
+from modeling.execution import Execution
+from modeling.init import build_model, cut, join, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh
-from modeling.sharding import cut, join
 from tests.parity import Case, referee_model
 from tests.ranks import run_ranks
 
@@ -124,7 +123,7 @@ def start(
     from recipe.engine.engine import Engine
 
     config.router_aux_loss_coef, config.router_z_loss_coef = training.balance_coef, training.z_coef
-    model = model_with(config, state, make_mesh(config, case))
+    model = model_with(config, state, make_mesh(config, case), execution=case.execution)
     if case.checkpointing:
         model.gradient_checkpointing_enable()
     prepare(model)
@@ -137,9 +136,11 @@ def make_mesh(config: GatherMoeConfig, case: Case) -> ParallelMesh:
     return build_mesh(layout, num_key_value_heads=config.sizes.num_key_value_heads)
 
 
-def model_with(config: GatherMoeConfig, state: Tensors, mesh: ParallelMesh) -> Any:
+def model_with(
+    config: GatherMoeConfig, state: Tensors, mesh: ParallelMesh, *, execution: Execution | None = None
+) -> Any:
     """Our model on this rank, holding its shards of `state`."""
-    model = build_model(config, mesh=mesh, seed=0)
+    model = build_model(config, mesh=mesh, execution=execution, seed=0)
     table = shard_table(config, mesh)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(cut(state[name], table.shard(name, tuple(state[name].shape), group_rank=mesh.group_rank)))
@@ -310,14 +311,14 @@ def train_in_trainer(model: Any, batch: Batch, *, folder: Path, accumulation: in
 def export(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, case: Case, folder: Path) -> None:
     """Write the weights that an engine was given as Hugging Face files; a function for `run_ranks`."""
     from modeling.spec import stock_type
-    from recipe.checkpoint.files import WriteNow, complete
+    from recipe.checkpoint.files import Files, complete
     from recipe.checkpoint.native import full_precision_shard
     from recipe.hf.weights import WeightSource, write_weights
     from recipe.shared.ranks import TorchRanks
 
     engine = start(config, state, case)
     source = WeightSource(engine.model, config, engine.mesh, full_precision_shard)
-    files = WriteNow()
+    files = Files()
     write_weights(folder, source=source, model_type=stock_type(config), dtype=torch.float32, files=files)
     complete(files, ranks=TorchRanks())
 

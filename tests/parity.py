@@ -5,6 +5,7 @@ The referee is transformers' own class where one expresses the configuration, el
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.build import build_model
 from modeling.config import GatherMoeConfig
-from modeling.init import normal_at, shard_table
+from modeling.execution import Execution
+from modeling.init import build_model, cut, join, normal_at, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
-from modeling.sharding import cut, join
 from modeling.spec import stock_type
 
 NUM_SEQUENCES, BLOCK_SIZE, NUM_STEPS = 12, 16, 3
@@ -61,6 +61,13 @@ def mixed_config(**changes: Any) -> GatherMoeConfig:
     return tiny_config(**(values | changes))
 
 
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Execution]:
+    """Changes of a model's configuration and how it is executed, from the options of both in one mapping."""
+    names = {option.name for option in fields(Execution)}
+    model = {name: value for name, value in options.items() if name not in names}
+    return model, Execution(**{name: value for name, value in options.items() if name in names})
+
+
 class Case(NamedTuple):
     """One training set-up."""
 
@@ -72,6 +79,12 @@ class Case(NamedTuple):
     checkpointing: bool = False
     bf16: bool = False
     packed: bool = True
+    execution: Execution = Execution()
+
+    def __str__(self) -> str:
+        """What differs from the defaults."""
+        changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return " ".join(f"{name}={value}" for name, value in changed.items()) or "one rank"
 
 
 class RunResult(NamedTuple):
@@ -111,7 +124,9 @@ def global_batch(step: int, *, vocab_size: int, packed: bool) -> tuple[Tensor, T
     return ids, labels, starts
 
 
-def referee_model(config: GatherMoeConfig, state: dict[str, Tensor], *, own: bool = False) -> torch.nn.Module:
+def referee_model(
+    config: GatherMoeConfig, state: dict[str, Tensor], *, own: bool = False, execution: Execution | None = None
+) -> torch.nn.Module:
     """A stock transformers model with these weights, or ours without a mesh."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -119,7 +134,7 @@ def referee_model(config: GatherMoeConfig, state: dict[str, Tensor], *, own: boo
 
     kind = stock_type(config)
     if own or kind == "gather_moe":
-        model: Any = GatherMoeForCausalLM(config)
+        model: Any = GatherMoeForCausalLM(config, execution=execution)
     else:
         values = config_dict(config, model_type=kind, dtype="float32", tokens=SpecialTokens(None, None, None))
         values.pop("model_type")
@@ -216,7 +231,7 @@ def start_engine(
 
     layout = ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)
     mesh = build_mesh(layout, num_key_value_heads=config.num_key_value_heads)
-    model = build_model(config, mesh=mesh, seed=0)
+    model = build_model(config, mesh=mesh, execution=case.execution, seed=0)
     table = shard_table(config, mesh)
     for name, parameter in model.named_parameters():
         shard = table.shard(name, tuple(state[name].shape), group_rank=mesh.group_rank)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from modeling.config import GatherMoeConfig
-from modeling.init import shard_table
+from modeling.init import join, shard_table
 from modeling.layout import ParallelLayout
-from modeling.sharding import join
 from recipe.checkpoint.find import Checkpoint
 from tests.parity import (
     BLOCK_SIZE,
@@ -122,23 +121,18 @@ def save(
     return go_on(engine, config, case)
 
 
-def merge(states: list[dict[str, Any]], *, dp_rank: int) -> dict[str, Any]:
-    assert torch.distributed.get_rank() == 0, "rank 0 merges, and sends what it made of the states"
-    return {"old": states, "is_first": dp_rank == 0}
-
-
 def resume(
     rank: int, world_size: int, checkpoint: Checkpoint, config: GatherMoeConfig, targets: list[Case], options: Any
 ) -> list[Outcome]:
-    from recipe.checkpoint.elastic import load_elastic
+    from recipe.checkpoint.elastic import load_elastic, old_group_states
     from recipe.shared.ranks import TorchRanks
 
     outcomes = []
     for case in targets:
         engine = start_engine(config, full_state(config, seed=2), case, **options)
-        state = load_elastic(engine, checkpoint, seed=1, merge=merge, ranks=TorchRanks())
+        load_elastic(engine, checkpoint, seed=1, ranks=TorchRanks())
         groups = range(0, checkpoint.details["dp"] * checkpoint.details["tp"], checkpoint.details["tp"])
-        assert state == {"old": [{"rank": first} for first in groups], "is_first": engine.mesh.dp_rank == 0}
+        assert old_group_states(checkpoint) == [{"rank": first} for first in groups]
         outcomes.append(go_on(engine, config, case))
     return outcomes
 

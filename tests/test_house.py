@@ -48,9 +48,7 @@ STANDARD_LIBRARY_ONLY = [
     *("modeling/shard_table.py", "modeling/cost.py"),
 ]
 WITHOUT_TORCH = [
-    *("recipe/settings", "recipe/plan", "recipe/launch/hosts.py", "recipe/cli.py", "recipe/shared/flops.py"),
-    *("recipe/dry_run/command.py", "recipe/profile/command.py"),
-    *("recipe/measure/probe_command.py", "recipe/measure/sweep_command.py"),
+    *("recipe/settings", "recipe/plan", "recipe/launch/hosts.py", "recipe/cli.py", "recipe/shared"),
 ]
 IMPORTS_DEEPSPEED = {"recipe/engine/engine.py", "recipe/checkpoint/native.py"}
 # Registers the Auto classes, so that code which travels with a checkpoint needs nothing else.

@@ -1,13 +1,12 @@
 """Jobs of small models for the tests of what is sent: planned, in a dry run, and by real ranks."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
+from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from recipe.plan.job import Job
-from recipe.settings.execution import WireOptions
 
-WIRE = WireOptions(overlap=False, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto")
 MODEL: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 32,
@@ -42,7 +41,7 @@ def small_job(
         block_size=16,
         accumulation=1,
         strategy="gather_tokens",
-        wire=WireOptions(**{**asdict(WIRE), **(wire or {})}),
+        wire=Execution(**(wire or {})),
         experts_backend="loop",
         zero={"stage": 1, **(zero or {})},
         precision="fp32",

@@ -62,7 +62,7 @@ def train_on_ranks(rank: int, world_size: int, flags: Flags) -> tuple[Any, list[
     import run_pretrain
     from recipe.shared.flops import Peak
     from recipe.train import loop as training_loop
-    from recipe.train.results import results_dict
+    from recipe.train.loop import results_dict
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     said: list[str] = []

@@ -25,7 +25,7 @@ from claims.exchange import gathered_s
 from claims.machines import A100, H100, NVIDIA_A100, machines, peak_flops_per_s
 from claims.roofline import layer_time
 from modeling.cost import ID_BYTES, WEIGHT_BYTES
-from modeling.placement import place_experts
+from recipe.train.placement import place_experts
 
 SOCKETS = 2
 INT32_AND_FLOAT32 = 4 + 4

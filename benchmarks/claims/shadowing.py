@@ -1,5 +1,6 @@
 """How uneven whole experts are over simulated routings, and how many copies of hot experts make them even."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import stdev
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from claims import case
 from claims.table import Column, Row, Table
-from modeling.placement import optimal_load, place_experts
+from recipe.train.placement import place_experts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -168,3 +169,15 @@ SHADOWING = Table(
         "surplus, else more.",
     ),
 )
+
+
+def optimal_load(loads: Sequence[float], *, holders: Sequence[int], num_ranks: int) -> float:
+    """The smallest possible load of the busiest rank, where any holder of an expert may take a share of its rows.
+
+    `holders` has a bit for every rank that holds the expert. A set of ranks must do by itself what no rank outside it
+    can do; the densest set decides, and its density can be reached (Hall, 1935, for shares: max-flow min-cut).
+    """
+    return max(
+        math.fsum(load for load, held in zip(loads, holders, strict=True) if not held & ~ranks) / ranks.bit_count()
+        for ranks in range(1, 2**num_ranks)
+    )

@@ -36,7 +36,7 @@ class RunFolder:
         return self.path / CHECKPOINTS_NAME
 
     def old_bytes(self, *, ranks: Ranks) -> int:
-        """What `discard_old_run` will free, 0 where nothing is overwritten. Collective."""
+        """Return the bytes that `discard_old_run` will free, 0 where nothing is overwritten. Collective."""
 
         def count() -> int:
             files = (path for entry in self._old for path in (entry, *entry.rglob("*")))
@@ -126,7 +126,7 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _old_run(path: Path, *, continues: bool, overwrite: bool) -> list[Path]:
-    """What has to be deleted before the new run may start."""
+    """Return what has to be deleted before the new run may start; FolderInUseError where that was not asked for."""
     checkpoints = path / CHECKPOINTS_NAME
     tidy(checkpoints)
     taken = [path / name for name in RUN_ENTRIES if (path / name).exists()]

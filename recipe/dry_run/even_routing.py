@@ -1,25 +1,40 @@
-"""What the host would read where a layer asks for counts, and products give, if the routing were perfectly even."""
+"""A model's step as if the routing were perfectly even: counts without a host read, products without numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from modeling.expert_rows import HostReads
-from modeling.experts import GatherMoeExperts
-from recipe.dry_run.products import ShapeProducts
+from modeling import experts_grouped, experts_loop, moe
 from recipe.plan.job import Job
 
 
-def stand_in(model: nn.Module, job: Job) -> None:
-    """Let every expert get equally many rows, and every rank from every other, up to what does not divide."""
+@contextmanager
+def even_routing(job: Job) -> Iterator[None]:
+    """Let every expert get equally many rows, and every rank from every other, up to what does not divide.
+
+    Replaces what waits for counts, and the grouped products, whose results on fake tensors are nothing but shapes.
+    """
     pairs = job.num_tokens * job.sizes.num_experts_per_tok
     # What a rank's experts work on is as much as its own tokens ask for where weights or rows travel.
     rows = pairs // (job.layout.ep if job.moe_strategy == "gather_tokens" else job.layout.tp)
-    host_reads = HostReads(_even_ends(rows), _even_splits(pairs // job.layout.tp))
-    for module in model.modules():
-        if isinstance(module, GatherMoeExperts):
-            module.host_reads, module.products = host_reads, ShapeProducts()
+    replacements: list[tuple[Any, str, Any]] = [
+        (experts_loop, "read_row_ends", _even_ends(rows)),
+        (moe, "read_row_splits", _even_splits(pairs // job.layout.tp)),
+        (experts_grouped, "multiply", _empty_product),
+        (experts_grouped, "multiply_back", _empty_product_back),
+        (experts_grouped, "multiply_outer", _empty_outer_product),
+    ]
+    before = [getattr(module, name) for module, name, _ in replacements]
+    try:
+        for module, name, function in replacements:
+            setattr(module, name, function)
+        yield
+    finally:
+        for (module, name, _), function in zip(replacements, before, strict=True):
+            setattr(module, name, function)
 
 
 def even_share(job: Job, *, rank: int) -> float:
@@ -52,3 +67,15 @@ def _even_splits(total: int) -> Callable[[Tensor], list[list[int]]]:
 def _parts(total: int, *, size: int) -> list[int]:
     """As equal as whole numbers are."""
     return [end - start for start, end in pairwise(total * i // size for i in range(size + 1))]
+
+
+def _empty_product(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    return x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
+
+
+def _empty_product_back(grad_RO: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    return grad_RO.new_empty(grad_RO.shape[0], weight_eOI.shape[2])
+
+
+def _empty_outer_product(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    return x_RI.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1])

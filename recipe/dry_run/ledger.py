@@ -24,28 +24,29 @@ from recipe.plan.sent import Sent, add_up
 # Which code sends for which purpose: module, the start of a function's qualified name, purpose. The innermost frame
 # that is here decides. A dense layer's transfers are those of the same products as attention's.
 PURPOSES = (
-    ("modeling.gathered_linear", "", "attention"),
-    ("modeling.collectives", "start_routing", "routing"),
-    ("modeling.collectives", "_GatherRouting", "routing"),
-    ("modeling.collectives", "_ExchangeRows", "experts"),
-    ("modeling.collectives", "_ScatterTokens", "embedding"),
-    ("modeling.collectives", "_SumGradients", "replicated"),
-    ("modeling.collectives", "_SumOverGroup", "qk_norm"),
-    ("modeling.collectives", "_TotalOverGroup", "statistics"),
-    ("modeling.balance", "", "statistics"),
-    ("modeling.capacity", "", "capacity"),
-    ("modeling.loss", "", "head"),
-    ("modeling.expert_copies", "", "copies"),
+    ("modeling.linear", "_GatherLinear", "attention"),
+    ("modeling.linear", "_LinearScatter", "attention"),
+    ("modeling.comm", "start_routing", "routing"),
+    ("modeling.comm", "_GatherRouting", "routing"),
+    ("modeling.comm", "_ExchangeRows", "experts"),
+    ("modeling.comm", "_ScatterTokens", "embedding"),
+    ("modeling.comm", "_SumGradients", "replicated"),
+    ("modeling.comm", "_SumOverGroup", "qk_norm"),
+    ("modeling.comm", "_TotalOverGroup", "statistics"),
+    ("modeling.auxiliary", "", "statistics"),
+    ("modeling.router", "", "capacity"),
+    ("modeling.vocabulary", "_VocabParallelLosses", "head"),
+    ("modeling.vocabulary", "_chunk_losses", "head"),
+    ("modeling.copies", "", "copies"),
     ("modeling.experts", "_scatter_routing_gradient", "routing"),
     ("modeling.experts", "", "experts"),
-    ("modeling.expert_weights", "", "experts"),
-    ("modeling.dispatch", "_gather", "experts"),
-    ("modeling.dispatch", "", "routing"),
+    ("modeling.moe", "gather_", "experts"),
+    ("modeling.moe", "all_to_all", "routing"),
     ("recipe.engine.engine", "Engine.count", "counts"),
     ("recipe.engine.engine", "Engine._move_router_biases", "router_bias"),
     ("recipe.engine.engine", "", "norm"),
 )
-SUMS_BY_EXCHANGE = ("modeling.transfers", "start_scatter")
+SUMS_BY_EXCHANGE = ("modeling.comm", "start_scatter")
 
 
 class Volume(NamedTuple):

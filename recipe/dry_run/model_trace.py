@@ -6,17 +6,18 @@ Layers of a kind send alike and keep alike, so two more layers than one tell wha
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modeling.config import GatherMoeConfig
+from modeling.execution import Execution
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.noise import NoiseOrigin
-from recipe.dry_run.even_routing import stand_in
+from recipe.dry_run.even_routing import even_routing
 from recipe.dry_run.ledger import Ledger
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.dry_run.phases import PhasePeaks, Phases
@@ -92,18 +93,22 @@ def on_cpu(job: Job) -> Job:
 
 def config_of(job: Job) -> GatherMoeConfig:
     """The configuration that a run of this job would have."""
-    options = {**asdict(job.wire), "strategy": job.strategy, "experts_backend": job.experts_backend}
-    config = GatherMoeConfig(**{**job.model, **options}, use_cache=False)
+    config = GatherMoeConfig(**job.model, use_cache=False)
     config._attn_implementation = "sdpa"
     return config
 
 
+def execution_of(job: Job) -> Execution:
+    """How a run of this job would be executed."""
+    return replace(job.wire, strategy=job.strategy, experts_backend=job.experts_backend)
+
+
 def _run(job: Job, mesh: ParallelMesh) -> Trace:
-    config = config_of(on_cpu(job))
+    config, execution = config_of(job), execution_of(on_cpu(job))
     with FakeTensorMode(), torch.random.fork_rng():
         # What a fake tensor is cannot be changed any more.
         with _default_dtype(DTYPES[job.precision]):
-            model: Any = GatherMoeForCausalLM(config, mesh=mesh)
+            model: Any = GatherMoeForCausalLM(config, mesh=mesh, execution=execution)
         model.train()
         if job.recompute:
             model.gradient_checkpointing_enable()
@@ -112,8 +117,7 @@ def _run(job: Job, mesh: ParallelMesh) -> Trace:
         memory.name(model.parameters(), kind="weights")
         memory.name_gradients(model.parameters())
         peaks = PhasePeaks(memory, model)
-        stand_in(model, job)
-        with memory, Ledger() as ledger:
+        with even_routing(job), memory, Ledger() as ledger:
             output = model(
                 input_ids=ids,
                 labels=ids.clone(),

@@ -19,7 +19,7 @@ from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.data.batches import MicroBatch
 from recipe.dry_run.ledger import Booked, Ledger, axis_of
-from recipe.dry_run.model_trace import config_of
+from recipe.dry_run.model_trace import config_of, execution_of
 from recipe.engine.engine import Engine, build_optimizer
 from recipe.plan.job import Job
 from recipe.plan.sent import Sent, add_up
@@ -29,6 +29,7 @@ from recipe.plan.zero_traffic import ALIGNMENT, flat_groups, held_modules
 from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
 from recipe.settings.resolve import NEVER_PRINT_STEPS
 from recipe.settings.training import OptimizerOptions
+from recipe.shared.units import size
 
 DECIDES_TRAFFIC = ("bf16", "communication_data_type", "data_types", "disable_allgather", "fp16", "gradient_clipping")
 NEEDED = {
@@ -99,8 +100,8 @@ def narrow_job(job: Job, *, width: int = WIDTH) -> Narrow:
         sizes = {key: zero_number(job.zero, key) for key in PERSISTENCE_KEYS}
         raise ValueError(
             f"{sizes} keep parameters so near to their sizes that ZeRO-3 can only be watched on a model of hidden size "
-            f"{found.sizes.hidden_size}, which takes {num_bytes / 2**30:.1f} GiB of real memory; a dry run takes "
-            f"{MOST_BYTES / 2**30:.0f}: leave these settings out"
+            f"{found.sizes.hidden_size}, which takes {size(num_bytes)} of real memory; a dry run takes "
+            f"{size(MOST_BYTES)}: leave these settings out"
         )
     return Narrow(found, job)
 
@@ -188,7 +189,7 @@ def _see(job: Job, mesh: ParallelMesh, *, engine_config: dict[str, Any], of: Job
     """What one step of this narrow job's engine sends, after those that ZeRO-3 needs to learn its way."""
     recorded = RECORDED if job.zero_stage == 3 else 0
     with _local_rank(), _one_thread(), torch.random.fork_rng(devices=[]):
-        model = GatherMoeForCausalLM(config_of(job), mesh=mesh)
+        model = GatherMoeForCausalLM(config_of(job), mesh=mesh, execution=execution_of(job))
         engine = Engine(model, ds_config=engine_config, optimizer=build_optimizer(model, OPTIMIZER))
         micro_batches = [_micro_batch(job)] * job.accumulation
         for _ in range(1 + -(-recorded // job.accumulation)):

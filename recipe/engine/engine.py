@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from modeling.auxiliary import TokenSums
 from modeling.config import GatherMoeConfig
-from modeling.experts import GatherMoeExperts
+from modeling.copies import choose_copies
 from modeling.init import full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.noise import NoiseOrigin
-from modeling.outputs import TokenSums
-from modeling.resident import choose_copies
 from modeling.router import GatherMoeRouter
 from recipe.data.batches import MicroBatch
 from recipe.settings.training import OptimizerOptions
@@ -158,9 +157,9 @@ class Engine:
         _check_ownership(model, optimizer)
         _check_plain(model)
         self.zero_stage = int(ds_config.get("zero_optimization", {}).get("stage", 0))
-        if self.zero_stage == 3 and model.config.resident_experts:
+        if self.zero_stage == 3 and model.experts_with_copies:
             raise ValueError(
-                f"resident_experts={model.config.resident_experts} cannot be used with ZeRO-3, which leaves no rank "
+                f"resident_experts={model.execution.resident_experts} cannot be used with ZeRO-3, which leaves no rank "
                 "whole experts to lend; use stage 0, 1 or 2, or resident_experts=0"
             )
         self.mesh = model.mesh
@@ -239,8 +238,8 @@ class Engine:
         plain_norm, skipped_before = self._plain_gradient_norm(), self.skipped_steps
         self.ds.step()
         self.tokens_read, self._step_tokens = self.tokens_read + self._step_tokens, 0
-        for experts in self.experts_with_copies():
-            experts.drop_copies()
+        for experts in self.model.experts_with_copies:
+            experts.drop()
         choices_LE, self._choices = self._choices, None
         if choices_LE is not None and self.skipped_steps == skipped_before:
             self._move_router_biases(choices_LE)
@@ -270,19 +269,14 @@ class Engine:
         """Choose the next step's copies by these, of which all ranks of a group give the same."""
         self._loads = None if loads is None else torch.tensor(loads, dtype=torch.float64, device=self.ds.device)
 
-    def experts_with_copies(self) -> list[GatherMoeExperts]:
-        """Of every MoE layer, in their order; none without `resident_experts`."""
-        return [m for m in self.model.modules() if isinstance(m, GatherMoeExperts) and m.copies is not None]
-
     def _fill_copies(self) -> None:
         """Copy the experts that were hot in this group's last step, once for all micro-batches of this one."""
-        layers = self.experts_with_copies()
+        layers, num_copies = self.model.experts_with_copies, self.model.execution.resident_experts
         if self._loads is None or not layers:
             return
-        config, ep = self.model.config, self.mesh.layout.ep
-        chosen_LPC = choose_copies(self._loads, num_ranks=ep, num_copies=config.resident_experts)
+        chosen_LPC = choose_copies(self._loads, num_ranks=self.mesh.layout.ep, num_copies=num_copies)
         for experts, copies in zip(layers, chosen_LPC.tolist(), strict=True):
-            experts.fill_copies(copies)
+            experts.fill(copies)
 
     def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         device = self.ds.device

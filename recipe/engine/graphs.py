@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
-from modeling.attention import VARLEN, AttentionInputs
+from modeling.attention import AttentionInputs
 from modeling.decoder import GatherMoeDecoderLayer, TokenPlace
+from modeling.execution import VARLEN
 from modeling.model import GatherMoeForCausalLM
 
 MAX_KEYS = 8  # shapes per block that are remembered; the one that was not used for longest goes first

@@ -15,7 +15,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "model.GatherMoeForCausalLM",
 }
 # Used by our training only; what travels with a checkpoint is the model.
-STAYS_HOME = ("__init__.py", "build.py", "init.py", "shard_table.py", "sharding.py")
+STAYS_HOME = ("__init__.py", "init.py", "shard_table.py")
 
 
 class SpecialTokens(NamedTuple):
@@ -60,7 +60,6 @@ def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens:
     }
     if model_type == NATIVE:
         values = {**config.to_diff_dict(), **common, "auto_map": AUTO_MAP, "architectures": ["GatherMoeForCausalLM"]}
-        values |= {"experts_backend": "auto", "strategy": "gather_tokens", "resident_experts": 0}
     else:
         values = _stock_dict(config, model_type, common)
     # Readers that are older than transformers 5 look for these names.

@@ -1,10 +1,14 @@
-"""Tells whether a process of this machine is still the one it was: by its id and the moment it started (Linux)."""
+"""Processes of this machine: which one an id and the moment of its start name (Linux), and waiting for their exits."""
 
 import os
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 PROC = Path("/proc")
+POLL_S = 0.05
 
 
 class ProcessId(NamedTuple):
@@ -49,6 +53,22 @@ def find_deepspeed_command() -> ProcessId | None:
 def pid_namespace() -> str:
     """A name for the set of pids this process can see, such as "4026531836"; containers have one each."""
     return os.readlink(PROC / "self/ns/pid").removeprefix("pid:[").removesuffix("]")
+
+
+def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until all have ended well, or one has not; return 0, or the exit code of the first that fails.
+
+    The code is 1 where a signal ended it. The other processes go on.
+    """
+    waiting = list(processes)
+    while waiting:
+        for process in list(waiting):
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout=POLL_S)
+                waiting.remove(process)
+                if code:
+                    return code if code > 0 else 1
+    return 0
 
 
 def _read_stat(pid: int) -> list[str]:

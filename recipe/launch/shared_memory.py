@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from recipe.launch.processes import PROC
+from recipe.shared.units import MIB
 
 BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
 MIN_FREE_SHARE = 0.05
-MIB = 2**20
 
 
 class SharedMemoryError(RuntimeError):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from modeling.transfers import RowSplits, all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from modeling.comm import RowSplits, all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from recipe.measure.fit import Reading, fit_line
 from recipe.measure.timing import Timing, Work
 from recipe.plan.hardware_values import Fit, Link

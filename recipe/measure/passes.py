@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.collectives import wide
-from modeling.loss import Vocabulary, vocab_parallel_losses
+from modeling.attention import RotaryTables, rotate
+from modeling.comm import Chunks, wide
 from modeling.norm import rms_norm
-from modeling.rope import RotaryTables, rotate
 from modeling.router import route, router_statistics
-from modeling.transfers import one_chunk
+from modeling.vocabulary import Vocabulary, vocab_parallel_losses
 from recipe.measure.sizes import Sizes
 from recipe.measure.timing import Timing, Work
 from recipe.plan.hardware_values import Curve
@@ -141,7 +140,7 @@ def _loss(random: Random, n: int) -> Work:
     weight = random.rows(VOCABULARY * 8, width=8).requires_grad_()
     targets = torch.zeros(len(x), dtype=torch.int64, device=random.device)
     vocabulary = Vocabulary(0, VOCABULARY, None)
-    return lambda: vocab_parallel_losses(x, weight, targets, vocabulary=vocabulary, chunks=one_chunk(len(x)))
+    return lambda: vocab_parallel_losses(x, weight, targets, vocabulary=vocabulary, chunks=Chunks(len(x)))
 
 
 def _refill(random: Random, n: int) -> Work:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe.launch.wait import wait_for_all
+from recipe.launch.processes import wait_for_exits
 
 
 def start_processes(num_ranks: int, *, words: Sequence[str]) -> int:
@@ -30,7 +30,7 @@ def start_processes(num_ranks: int, *, words: Sequence[str]) -> int:
                     preexec_fn=lambda mine=mine: os.sched_setaffinity(0, mine),  # type: ignore[misc]
                 )
             )
-        return wait_for_all(processes)
+        return wait_for_exits(processes)
     finally:
         for process in processes:
             if process.poll() is None:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from recipe.measure.sweep_start import Outcome, Setting, run_plan
 from recipe.plan.search import Found
 from recipe.plan.write import run_config, write_config
+from recipe.shared.json_files import write_json
 from recipe.shared.units import duration, size
-from recipe.train.records import write_json
 
 RESULTS = "sweep.json"
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from modeling.build import build_model
+from modeling.init import build_model
 from modeling.mesh import build_mesh
 from recipe.data.batches import MicroBatch
 from recipe.dry_run.live_memory import LiveMemory
@@ -45,9 +45,9 @@ def measure(request: Request, *, num_steps: int) -> Measured:
 
 def _make_engine(request: Request) -> Engine:
     arguments, settings = request.arguments, request.settings
-    config = model_config(arguments, settings=settings, model=request.model)
+    config = model_config(arguments, model=request.model)
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
-    model = build_model(config, mesh=mesh, seed=arguments.seed)
+    model = build_model(config, mesh=mesh, execution=settings.parallel.execution, seed=arguments.seed)
     return start_engine(model, arguments=arguments, settings=settings, device=request.world.device)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from recipe.shared.argument_types import at_least_one
-from recipe.shared.command import Command
+from recipe.shared.command import Command, at_least_one
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:

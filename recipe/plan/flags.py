@@ -17,8 +17,9 @@ from recipe.settings.flags import Arguments
 from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY
 from recipe.settings.model import CONFIG_FLAG, read_model, run_options, sizes_of
 from recipe.settings.presets import PRESETS
-from recipe.settings.resolve import ResolvedConfig, WorldInfo, load_ds_config, resolve_config
-from recipe.shared.argument_types import at_least_even, at_least_one, at_least_two
+from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
+from recipe.settings.sources import load_deepspeed_json
+from recipe.shared.command import at_least_even, at_least_one, at_least_two
 
 OUTPUT_DIR = "runs/plan"
 MODEL_FLAG = "--model"
@@ -139,7 +140,7 @@ def read_job(
     per_node = node_size(flags) if device == "cuda" else node_size(flags, usual=flags.gpus, name="a CPU")
     settings = resolve_config(
         arguments,
-        ds_config=_with_flags(load_ds_config(flags.ds_config), flags),
+        ds_config=_with_flags(load_deepspeed_json(flags.ds_config), flags),
         ranks=WorldInfo(
             world_size=flags.gpus,
             local_world_size=per_node,

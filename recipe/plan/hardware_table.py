@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from recipe.plan.hardware_values import Efficiencies, Hardware, Link
 from recipe.shared.flops import table_peak
+from recipe.shared.units import MIB
 
-MIB = 2**20
 ASSUMED = "assumed; `gather-moe probe` measures it"
 # Kernels of 128 rows: the last tile of an expert is half empty on average, 64 rows of padding.
 HALF_ROWS = 64.0

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from modeling.cost import MoeTraffic, choose_strategy
+from modeling.execution import Execution
 from modeling.layout import ModelSizes, ParallelLayout
-from recipe.settings.execution import WireOptions
 from recipe.settings.model import sizes_of
 from recipe.settings.resolve import ResolvedConfig
 
@@ -33,7 +33,7 @@ class Job:
     attention_length  l = sum(length^2) / sum(length) of the documents in a block; None: each fills a block
     rho               the busiest rank's expert rows over the mean
     clips_gradients   by their norm over all ranks
-    cuda_graph        blocks are replayed as CUDA graphs, as recipe/settings/graphs.py settles it
+    cuda_graph        blocks are replayed as CUDA graphs, as recipe/settings/execution.py settles it
     """
 
     model: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Job:
     block_size: int
     accumulation: int
     strategy: str
-    wire: WireOptions
+    wire: Execution
     experts_backend: str
     zero: Mapping[str, Any]
     precision: str
@@ -109,13 +109,13 @@ def job_of(settings: ResolvedConfig, *, model: Mapping[str, Any], recompute: boo
         num_sequences=settings.num_sequences,
         block_size=settings.block_size,
         accumulation=settings.accumulation,
-        strategy=settings.parallel.strategy,
-        wire=settings.parallel.wire,
-        experts_backend=settings.parallel.experts_backend,
+        strategy=settings.parallel.execution.strategy,
+        wire=settings.parallel.execution,
+        experts_backend=settings.parallel.execution.experts_backend,
         zero=settings.engine["zero_optimization"],
         precision=settings.precision,
         recompute=recompute,
         device=device,
         clips_gradients=settings.optimizer.max_grad_norm > 0,
-        cuda_graph=settings.parallel.cuda_graph,
+        cuda_graph=settings.parallel.execution.cuda_graph,
     )

@@ -11,6 +11,7 @@ from math import comb
 from typing import NamedTuple
 
 from modeling.cost import MATRICES
+from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from recipe.plan.compute_time import attention_times, expert_times, head_times, router_times
 from recipe.plan.hardware import find_hardware
@@ -22,13 +23,10 @@ from recipe.plan.published_points import Description, Published, published_point
 from recipe.plan.rates import Rates
 from recipe.plan.sent import ring_bytes
 from recipe.plan.wire_time import Ring, call_seconds
-from recipe.settings.execution import WireOptions
 from recipe.shared.flops import count_parameters, model_flops_per_token
 
 BF16_BYTES = 2
-NO_WIRE = WireOptions(
-    overlap=False, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto", resident_experts=0
-)
+NO_WIRE = Execution()
 
 
 class PublishedRow(NamedTuple):

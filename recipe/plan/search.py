@@ -22,9 +22,8 @@ from recipe.plan.space import (
     zero_stages,
 )
 from recipe.plan.step_time import TimePlan, predict_time
-from recipe.shared.units import size
+from recipe.shared.units import GIB, size
 
-GIB = 2**30
 # What no tensor is in, of each rank. CPU: Python with torch, DeepSpeed and transformers loaded is 0.43 GiB.
 RESERVE_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from modeling.execution import Execution
 from modeling.layout import (
     BatchSizes,
     LayoutRequest,
@@ -19,10 +20,9 @@ from modeling.layout import (
 )
 from recipe.plan.hardware import Hardware
 from recipe.plan.job import Job
-from recipe.settings.execution import COMBINE_DTYPES, TOKEN_DTYPES, WireOptions
+from recipe.settings.execution import GraphFacts, WorldInfo, can_be_graphed, default_experts_backend
 from recipe.settings.flags import Arguments
-from recipe.settings.graphs import GraphFacts, can_be_graphed
-from recipe.settings.layout import ROW_ALIGNMENT, ParallelOptions, WorldInfo, default_experts_backend
+from recipe.settings.layout import ROW_ALIGNMENT
 from recipe.settings.model import sizes_of
 from recipe.settings.resolve import BUCKET_KEY, USUAL_BUCKET, dropout_faults, reserves_bucket, zero_block
 from recipe.settings.training import zero_stage_faults
@@ -161,12 +161,11 @@ def make_job(
     overlap: bool,
 ) -> Job:
     layout = arrangement.layout
-    wire = WireOptions(
+    wire = Execution(
+        strategy=arrangement.strategy,
+        experts_backend=request.experts_backend,
         overlap=overlap,
-        overlap_chunks=None,
         regather=regather,
-        token_dtype=TOKEN_DTYPES[0],
-        combine_dtype=COMBINE_DTYPES[0],
     )
     return Job(
         model=request.model,
@@ -186,20 +185,13 @@ def make_job(
     )
 
 
-def _is_graphed(request: PlanRequest, arrangement: Arrangement, *, wire: WireOptions, zero_stage: int) -> bool:
+def _is_graphed(request: PlanRequest, arrangement: Arrangement, *, wire: Execution, zero_stage: int) -> bool:
     """What the "auto" of a run becomes."""
-    options = ParallelOptions(
-        tp=arrangement.layout.tp,
-        ep=arrangement.layout.ep,
-        strategy=arrangement.strategy,
-        cuda_graph=False,
-        wire=wire,
-        experts_backend=request.experts_backend,
-    )
     facts = GraphFacts(
         ranks=request.ranks,
         sizes=request.sizes,
-        options=options,
+        layout=arrangement.layout,
+        execution=wire,
         precision=request.precision,
         zero_stage=zero_stage,
         attention_dropout=request.model.get("attention_dropout", 0.0),

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from recipe.shared.argument_types import at_least_one
-from recipe.shared.command import Command
+from recipe.shared.command import Command, at_least_one
 
 NUM_STEPS = 3
 

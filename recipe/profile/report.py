@@ -9,10 +9,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipe.profile.savings import find_savings, print_s
+from recipe.profile.savings import find_savings
 from recipe.profile.spans import Part
 from recipe.profile.summary import EXPOSED, IDLE, WAITING, WORK, Summary
 from recipe.profile.trace_file import REPORT_NAME
+from recipe.shared.units import duration
 
 FORMAT = 1
 SCRIPTS = ("tools.js", "charts.js", "timeline.js", "main.js")
@@ -50,8 +51,8 @@ def describe(summary: Summary) -> Iterator[str]:
         name: sum(sum(row.seconds) for row in summary.time if row.state == state) / len(summary.ranks)
         for state, name in ((WORK, "work"), (EXPOSED, "exposed transfers"), (WAITING, "waiting"), (IDLE, "idle"))
     }
-    parts = ", ".join(f"{name} {print_s(seconds)}" for name, seconds in shares.items())
-    yield f"a step takes {print_s(summary.step_s)} on the slowest of {len(summary.ranks)} ranks: {parts}"
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in shares.items())
+    yield f"a step takes {duration(summary.step_s)} on the slowest of {len(summary.ranks)} ranks: {parts}"
     for number, saving in enumerate(find_savings(summary)[:3], start=1):
         yield f"{number}. {saving.title}. {saving.words}"
     for note in summary.notes:

@@ -10,8 +10,8 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from modeling.cost import MoeTraffic, choose_strategy, tokens_where_weights_pay
+from modeling.execution import Execution
 from modeling.layout import (
-    STRATEGIES,
     BatchSizes,
     LayoutRequest,
     ModelSizes,
@@ -21,42 +21,24 @@ from modeling.layout import (
     layout_faults,
 )
 from recipe.settings.deepspeed_keys import look_up
-from recipe.settings.execution import WireOptions, settle_wire
+from recipe.settings.execution import WorldInfo, settle_backend, settle_choice, settle_execution
+from recipe.settings.flags import convert
 from recipe.settings.sources import Sources
-from recipe.settings.values import convert
 
 MICRO_KEY = "train_micro_batch_size_per_gpu"
 ACCUMULATION_KEY = "gradient_accumulation_steps"
 TOTAL_KEY = "train_batch_size"
 
-EXPERTS_BACKENDS = ("loop", "grouped", "triton")
 ROW_ALIGNMENT = {"bf16": 8, "fp32": 4}  # elements that the widths of torch's grouped product must be a multiple of
-SYNC_FREE_CAPABILITIES = (9, 10)  # the major versions whose grouped product in bf16 leaves its offsets on the device
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorldInfo:
-    """The ranks that have started: how many, how many on each node, and what they compute on.
-
-    compute_capability  of the GPUs, (major, minor); None on a CPU
-    """
-
-    world_size: int
-    local_world_size: int
-    device: str = "cpu"  # or "cuda"
-    compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """The "parallel" block with nothing left open; `cuda_graph` is settled last, see ds_graphs.py."""
+    """The "parallel" block with nothing left open."""
 
     tp: int
     ep: int
-    strategy: str
-    cuda_graph: bool
-    wire: WireOptions
-    experts_backend: str
+    execution: Execution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +115,14 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, prec
     """Layout, batch and "parallel" options; what does not fit is added to the faults of `sources`."""
     block = look_up(sources.ds_config, "parallel")
     block = block if isinstance(block, Mapping) else {}
-    backend = _experts_backend(sources, block=block, ranks=ranks, precision=precision)
+    backend = settle_backend(sources, block=block, ranks=ranks, precision=precision)
     search = _Search(
         sizes=sizes,
         ranks=ranks,
         wish=_batch_wish(sources),
         block_size=sources.arguments.block_size,
         row_alignment=ROW_ALIGNMENT[precision] if backend == "grouped" else 1,
-        strategy=_strategy(sources, block=block),
+        strategy=settle_choice(sources, block=block, key="strategy"),
     )
     layout = _choose_layout(sources, block=block, search=search)
     batch = solve_batch(search.wish, dp=layout.dp)
@@ -149,17 +131,12 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, prec
     sources.notes.append(
         f"{TOTAL_KEY} {batch.total} = micro {batch.micro} x accum {batch.accumulation} x dp {layout.dp}"
     )
-    options = ParallelOptions(
-        tp=layout.tp,
-        ep=layout.ep,
-        strategy=search.strategy,
-        cuda_graph=False,
-        wire=settle_wire(sources, block=block, sizes=sizes, layout=layout, strategy=search.strategy),
-        experts_backend=backend,
+    execution = settle_execution(
+        sources, block=block, sizes=sizes, layout=layout, strategy=search.strategy, experts_backend=backend
     )
     if search.strategy == "auto" and layout.tp > 1:
-        sources.notes += _strategy_notes(search, layout, regather=options.wire.regather)
-    return Settled(layout, batch, options)
+        sources.notes += _strategy_notes(search, layout, regather=execution.regather)
+    return Settled(layout, batch, ParallelOptions(tp=layout.tp, ep=layout.ep, execution=execution))
 
 
 def solve_batch(wish: BatchWish, *, dp: int) -> Batch:
@@ -257,37 +234,6 @@ def _with_widest_fit(faults: Sequence[str], *, search: _Search) -> list[str]:
         *faults,
         f'the largest layout that fits is {widest}: "parallel": {{"tp": {widest.tp}, "ep": {widest.ep}}}',
     ]
-
-
-def grouped_product_waits(ranks: WorldInfo, *, precision: str) -> bool:
-    """Whether torch's grouped product reads its offsets on the host; modeling/triton_products.py has the same rule."""
-    capability = ranks.compute_capability
-    return precision != "bf16" or capability is None or capability[0] not in SYNC_FREE_CAPABILITIES
-
-
-def default_experts_backend(ranks: WorldInfo, *, precision: str) -> str:
-    """What "auto" takes: on a GPU what leaves the host alone."""
-    on_gpu = "triton" if grouped_product_waits(ranks, precision=precision) else "grouped"
-    return on_gpu if ranks.device == "cuda" else "loop"
-
-
-def _experts_backend(sources: Sources, *, block: Mapping[str, Any], ranks: WorldInfo, precision: str) -> str:
-    backend = block.get("experts_backend", "auto")
-    if backend == "auto":
-        return default_experts_backend(ranks, precision=precision)
-    if backend not in EXPERTS_BACKENDS:
-        sources.faults.append(
-            f'"parallel.experts_backend": {backend!r} is not one of auto, {", ".join(EXPERTS_BACKENDS)}'
-        )
-    return str(backend)
-
-
-def _strategy(sources: Sources, *, block: Mapping[str, Any]) -> str:
-    strategy = block.get("strategy", STRATEGIES[0])
-    if strategy not in STRATEGIES:
-        sources.faults.append(f'"parallel.strategy": {strategy!r} is not one of {", ".join(STRATEGIES)}')
-        return STRATEGIES[0]
-    return str(strategy)
 
 
 def _strategy_notes(search: _Search, layout: ParallelLayout, *, regather: bool) -> Iterator[str]:

@@ -5,12 +5,13 @@ here by name: it has no bearing on the function, or only one value that changes 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from modeling.execution import Execution
 from modeling.spec import LOSS_SETTINGS, NATIVE, ROPE_THETA, RULES, STOCK_TYPES
-from recipe.settings.config_files import load_json_object
+from recipe.shared.json_files import read_json_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +75,12 @@ DENSE_TYPES: Mapping[str, FileType] = {
 # Say nothing about the function the model computes, or are the tokenizer's or the run's to say.
 WITHOUT_EFFECT = (
     *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_experts_implementation"),
-    *("_name_or_path", "architectures", "attn_implementation", "auto_map", "dtype", "experts_backend", "strategy"),
+    *("_name_or_path", "architectures", "attn_implementation", "auto_map", "dtype"),
     *("experts_implementation", "finetuning_task", "id2label", "label2id", "max_window_layers", "model_type"),
     *("name_or_path", "num_labels", "output_router_logits", "prefix", "task_specific_params", "tf_legacy_loss"),
     *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_bfloat16", "use_cache"),
     *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
-    *("overlap", "overlap_chunks", "regather", "token_dtype", "combine_dtype", "resident_experts"),
+    *(option.name for option in fields(Execution)),  # native files of earlier versions name some of them
     *("is_llama_config", "transformers.js_config"),  # of published dense models
 )
 
@@ -154,7 +155,7 @@ def read_model_file(path: Path, *, dense: bool = False, longest: object = None) 
     ValueError where it is missing, no JSON object, or of a type that cannot be read.
     """
     file = path / "config.json" if path.is_dir() else path
-    content = load_json_object(str(file))
+    content = read_json_object(str(file))
     model_type = content.get("model_type", NATIVE)
     types = {**FILE_TYPES, **(DENSE_TYPES if dense else {})}
     if not isinstance(model_type, str) or model_type not in types:

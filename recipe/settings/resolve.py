@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from modeling.layout import ModelSizes, ParallelLayout
-from recipe.settings.config_files import load_ds_config
 from recipe.settings.deepspeed_keys import (
     MERGED_KEYS,
     OUR_BLOCKS,
@@ -21,13 +20,13 @@ from recipe.settings.deepspeed_keys import (
     size_faults,
     unknown_keys,
 )
+from recipe.settings.execution import GraphFacts, WorldInfo, settle_graphs
 from recipe.settings.flags import Arguments
-from recipe.settings.graphs import GraphFacts, settle_graphs
-from recipe.settings.layout import Batch, ParallelOptions, WorldInfo, settle_layout
-from recipe.settings.schedule import ScheduleOptions
+from recipe.settings.layout import Batch, ParallelOptions, settle_layout
 from recipe.settings.sources import Sources
 from recipe.settings.training import (
     OptimizerOptions,
+    ScheduleOptions,
     settle_optimizer,
     settle_precision,
     settle_schedule_options,
@@ -35,7 +34,7 @@ from recipe.settings.training import (
 )
 from recipe.shared.flops import count_parameters
 
-__all__ = ["OptimizerOptions", "ParallelOptions", "ResolvedConfig", "WorldInfo", "load_ds_config", "resolve_config"]
+__all__ = ["OptimizerOptions", "ParallelOptions", "ResolvedConfig", "WorldInfo", "resolve_config"]
 
 # DeepSpeed's own progress line; ours replaces it.
 NEVER_PRINT_STEPS = 1_000_000_000
@@ -103,13 +102,20 @@ def resolve_config(
         dp_crosses_nodes=layout.dp > 1 and ranks.world_size > ranks.local_world_size,
     )
     facts = GraphFacts(
-        ranks, sizes=sizes, options=parallel, precision=precision, zero_stage=stage, attention_dropout=attention_dropout
+        ranks=ranks,
+        sizes=sizes,
+        layout=layout,
+        execution=parallel.execution,
+        precision=precision,
+        zero_stage=stage,
+        attention_dropout=attention_dropout,
     )
-    parallel = replace(parallel, cuda_graph=settle_graphs(sources, facts=facts))
+    execution = replace(parallel.execution, cuda_graph=settle_graphs(sources, facts=facts))
+    parallel = replace(parallel, execution=execution)
     sources.faults += dropout_faults(attention_dropout, tp=layout.tp)
     if arguments.place_experts and layout.ep == 1:
         sources.faults.append(f"--place_experts needs whole experts that can move: ep > 1, not ep={layout.ep}")
-    if stage == 3 and parallel.wire.resident_experts:
+    if stage == 3 and execution.resident_experts:
         sources.faults.append(
             '"parallel.resident_experts" cannot be used with ZeRO-3, which leaves no rank whole experts to lend; use '
             "stage 0, 1 or 2"

@@ -9,8 +9,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from recipe.settings.deepspeed_keys import look_up
-from recipe.settings.flags import Arguments, flag_specs
-from recipe.settings.values import same_value
+from recipe.settings.flags import Arguments, flag_specs, same_value
+from recipe.shared.json_files import read_json_object
+
+
+def load_deepspeed_json(path: str | None) -> dict[str, Any]:
+    """Read the DeepSpeed JSON at `path` as it stands; {} when no file was named.
+
+    ValueError where the file is missing, is not a JSON object, or gives a key twice.
+    """
+    return {} if path is None else read_json_object(path)
 
 
 class Found(NamedTuple):

@@ -13,12 +13,12 @@ from claims.roofline import BACKWARD_TRANSFERS, FORWARD_TRANSFERS
 from claims.shadowing import Routing, draw_loads, shadowing_rows, share_surplus, zipf
 
 from modeling.cost import MATRICES
+from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from recipe.plan.hardware import find_hardware
 from recipe.plan.hardware_table import SHEETS
 from recipe.plan.job import Job
 from recipe.plan.traffic import planned_traffic
-from recipe.settings.execution import WireOptions
 from recipe.shared.flops import count_parameters, model_flops_per_token
 
 VERDICTS = """
@@ -332,7 +332,7 @@ def test_a_layer_sends_what_the_planner_says() -> None:
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     }
-    wire = WireOptions(overlap=True, overlap_chunks=None, regather=True, token_dtype="auto", combine_dtype="auto")
+    wire = Execution(overlap=True, regather=True)
     job = Job(
         model=model,
         layout=ParallelLayout(tp=case.RANKS, ep=case.RANKS),

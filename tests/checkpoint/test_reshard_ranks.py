@@ -37,7 +37,7 @@ def save_state(
 
     state = state or state_of(config)
     weights = {key.removeprefix("weight/"): t for key, t in state.tensors.items() if key.startswith("weight/")}
-    with patch("modeling.build.initialise"):  # numbers that are all replaced, but take a second each ten million
+    with patch("modeling.init.initialise"):  # numbers that are all replaced, but take a second each ten million
         engine = start(config, weights, case)
     with parts_in_place(engine):
         put_state(engine, state, checkpoint=Checkpoint(3, folder, {}))

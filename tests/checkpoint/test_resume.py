@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine_runs import slow
 from tests.parity import Case, full_state, make_micro_batches, start_engine, tiny_config
 from tests.ranks import RankError, run_ranks
+from tests.saves import untimed
 from tests.training import read_metrics, train_on_ranks, write_ds_config, write_inputs
-
-TIMED = ("tokens_per_s", "model_flops_per_s", "mfu", "peak_memory_bytes")
 
 
 def native_tensors(checkpoint: Path) -> dict[str, Any]:
@@ -31,10 +31,6 @@ def native_tensors(checkpoint: Path) -> dict[str, Any]:
     for file in sorted((checkpoint / "deepspeed").glob("*.pt")):
         walk(torch.load(file, weights_only=False, map_location="cpu"), file.name)
     return found
-
-
-def untimed(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key not in TIMED}
 
 
 def check_resume(folder: Path, *, world_size: int, ds_config: dict[str, Any], **changes: Any) -> None:
@@ -59,17 +55,30 @@ def check_resume(folder: Path, *, world_size: int, ds_config: dict[str, Any], **
         assert torch.equal(got_tensors[place], tensor), place
 
 
-def test_one_rank_resumes_bitwise(tmp_path: Path) -> None:
+def zero(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, "parallel": {"tp": 2}}
+
+
+FOUR = {"gradient_accumulation_steps": 2, "router_z_loss_coef": 0.001}
+TIED = {"config_overrides": "tie_word_embeddings=true"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ds_config", "changes"),
+    [
+        (1, {}, {}),
+        slow(4, zero(1), {**FOUR, "bf16": True}),
+        slow(4, zero(2), FOUR),
+        slow(4, zero(3), {**FOUR, "bf16": True}),
+        slow(2, zero(2), TIED),
+        slow(2, zero(3), TIED),
+    ],
+)
+def test_r_ckpt_13_ranks_resume_bitwise(
+    tmp_path: Path, world_size: int, ds_config: dict[str, Any], changes: dict[str, Any]
+) -> None:
     # Lines are logged every two steps, so the checkpoint of step 3 lies in the middle of one.
-    check_resume(tmp_path, world_size=1, ds_config={}, logging_steps=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "bf16"), [(1, True), (2, False), (3, True)])
-def test_four_ranks_resume_bitwise(tmp_path: Path, stage: int, bf16: bool) -> None:
-    ds_config = {"zero_optimization": {"stage": stage}, "parallel": {"tp": 2}}
-    changes = {"gradient_accumulation_steps": 2, "logging_steps": 2, "router_z_loss_coef": 0.001, "bf16": bf16}
-    check_resume(tmp_path, world_size=4, ds_config=ds_config, **changes)
+    check_resume(tmp_path, world_size=world_size, ds_config=ds_config, logging_steps=2, **changes)
 
 
 @pytest.mark.slow
@@ -133,13 +142,6 @@ def test_the_settings_of_the_resumed_run_hold_not_those_of_the_saved_one(tmp_pat
     for groups, norm in run_ranks(resume_with_other_settings, 2, tmp_path, stage):
         assert groups == [((0.5, 0.6), 0.7)] * 2
         assert norm > 0.01, "the norm before clipping"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_r_ckpt_13_tied_embeddings_resume_bitwise(tmp_path: Path, stage: int) -> None:
-    ds_config = {"zero_optimization": {"stage": stage}, "parallel": {"tp": 2}}
-    check_resume(tmp_path, world_size=2, ds_config=ds_config, config_overrides="tie_word_embeddings=true")
 
 
 @pytest.mark.slow

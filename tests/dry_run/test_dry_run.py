@@ -114,17 +114,17 @@ def sent_by_ranks(rank: int, world_size: int, job: Job, num_steps: int) -> tuple
     """The last of so many steps of the real engine."""
     import torch
 
-    from modeling.build import build_model
+    from modeling.init import build_model
     from modeling.mesh import build_mesh
     from recipe.dry_run.ledger import Ledger
-    from recipe.dry_run.model_trace import config_of
+    from recipe.dry_run.model_trace import config_of, execution_of
     from recipe.engine.engine import Engine
     from tests.engine_runs import Training, micro_batches, optimizer_for, random_batch
     from tests.parity import Case
 
     layout = job.layout
     mesh = build_mesh(layout, num_key_value_heads=job.sizes.num_key_value_heads)
-    model = build_model(config_of(job), mesh=mesh, seed=0)
+    model = build_model(config_of(job), mesh=mesh, execution=execution_of(job), seed=0)
     if job.recompute:
         model.gradient_checkpointing_enable()
     optimizer: torch.optim.Optimizer = optimizer_for(model, Training())

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from modeling.build import build_model
+from modeling.init import build_model
 from modeling.mesh import one_rank_mesh
 from recipe.dry_run.live_memory import LiveMemory
 from tests.parity import mixed_config, tiny_config
@@ -143,7 +143,7 @@ def test_fake_tensors_have_the_peak_of_real_ones() -> None:
 
 
 def _gathers(rank: int, world_size: int) -> dict[str, int]:
-    from modeling.transfers import all_gather_rows, reduce_scatter_rows
+    from modeling.comm import all_gather_rows, reduce_scatter_rows
 
     x = torch.ones(KIB, 2)
     with LiveMemory() as memory:

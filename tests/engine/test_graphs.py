@@ -11,13 +11,12 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import recipe.engine.graphs
-from modeling.attention import AttentionInputs, Documents, eager_attention
+from modeling.attention import AttentionInputs, Documents, RotaryTables, eager_attention
 from modeling.decoder import TokenPlace
 from modeling.model import GatherMoeForCausalLM
-from modeling.rope import RotaryTables
 from recipe.engine.graphs import MAX_KEYS, Buffers, install_graphs, read_by_host, take_apart
 from tests.emulated_graphs import EmulatedCapture, ruin
-from tests.parity import full_state, mixed_config
+from tests.parity import full_state, mixed_config, split_options
 
 NUM_LAYERS, NUM_STEPS = 3, 3
 MAX_OUTPUTS = 5  # of a block, which has more weights than that
@@ -33,8 +32,9 @@ class Trained(NamedTuple):
 
 
 def make_model(**changes: Any) -> GatherMoeForCausalLM:
-    config = mixed_config(**({"experts_backend": "grouped", "router_aux_loss_coef": 0.01} | changes))
-    model = GatherMoeForCausalLM(config)
+    options, execution = split_options({"experts_backend": "grouped", "router_aux_loss_coef": 0.01} | changes)
+    config = mixed_config(**options)
+    model = GatherMoeForCausalLM(config, execution=execution)
     model.load_state_dict(full_state(config))
     return model.train()
 

@@ -20,7 +20,7 @@ from tests.engine_runs import (
     start,
     weight_shards,
 )
-from tests.parity import Case, full_state, tiny_config
+from tests.parity import Case, full_state, split_options, tiny_config
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_same_with_graphs(case: Case, **changes: Any) -> None:
-    config = tiny_config(**({"experts_backend": "grouped"} | changes))
+    options, execution = split_options({"experts_backend": "grouped"} | changes)
+    config, case = tiny_config(**options), case._replace(execution=execution)
     passes = TRAINING.num_steps * case.accumulation
     found = run_ranks(_differences, case.dp * case.tp, config, full_state(config), case, timeout_s=2 * ONE_RUN_S)
     blocks = 2 * config.num_hidden_layers

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling.attention import AttentionInputs, eager_attention
-from modeling.build import build_model
+from modeling.attention import AttentionInputs, eager_attention, rotary_tables
 from modeling.decoder import TokenPlace
+from modeling.execution import Execution
+from modeling.init import build_model
 from modeling.mesh import one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
-from modeling.rope import rotary_tables
 from recipe.engine.graphs import install_graphs
 from tests.emulated_graphs import EmulatedCapture
 from tests.engine_runs import read_export, slow
@@ -46,7 +46,8 @@ def _train(rank: int, world_size: int, flags: Flags, graphs: bool) -> Ran:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     said: list[str] = []
     request = run_pretrain.read_request([f"--{name}={value}" for name, value in flags.items()])
-    parallel = replace(request.settings.parallel, cuda_graph=graphs)
+    parallel = request.settings.parallel
+    parallel = replace(parallel, execution=replace(parallel.execution, cuda_graph=graphs))
     request = request._replace(settings=replace(request.settings, parallel=parallel))
     capture = EmulatedCapture()
     with ExitStack() as stack:
@@ -142,8 +143,9 @@ def test_r_graph_02_a_sparse_block_compiles_without_a_break_for_any_routing() ->
     """
     from torch._dynamo.utils import counters
 
-    config = mixed_config(num_experts=4, num_experts_per_tok=2, mlp_only_layers=[], experts_backend="grouped")
-    block = build_model(config, mesh=one_rank_mesh(), seed=1).bfloat16().model.layers[1].train()
+    config = mixed_config(num_experts=4, num_experts_per_tok=2, mlp_only_layers=[])
+    execution = Execution(experts_backend="grouped")
+    block = build_model(config, mesh=one_rank_mesh(), execution=execution, seed=1).bfloat16().model.layers[1].train()
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(block, fullgraph=True, backend="eager")
@@ -164,8 +166,8 @@ def test_r_graph_02_a_sparse_block_compiles_without_a_break_for_any_routing() ->
 
 
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "bincount", "argwhere"}
-# Where it says how the host reads, for those who say that it waits.
-READERS = {("expert_rows", "HostReads")}
+# The functions that say that the host waits.
+READERS = {("experts_loop", "read_row_ends"), ("moe", "read_row_splits")}
 
 
 def modules_of_a_block() -> set[str]:
@@ -195,7 +197,7 @@ def host_reads(module: str) -> set[tuple[str, str]]:
 def test_r_graph_02_no_other_code_of_a_block_reads_numbers_on_the_host() -> None:
     """Beside the dispatch-mode test of what runs, this finds what would only run in other settings."""
     modules = modules_of_a_block()
-    assert {"attention", "router", "dispatch", "experts", "collectives"} < modules
+    assert {"attention", "router", "moe", "experts", "comm"} < modules
     assert set().union(*(host_reads(module) for module in modules)) == READERS
 
 

@@ -52,10 +52,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def load_all(rank: int, world_size: int, folders: Folders, layout: ParallelLayout) -> dict[str, tuple[int, int]]:
     """Load this rank's shards of every folder and compare them with the whole ones; bytes read, and of the shards."""
-    from modeling.build import build_model
-    from modeling.init import shard_table
+    from modeling.init import build_model, cut, shard_table
     from modeling.mesh import build_mesh
-    from modeling.sharding import cut
     from recipe.hf.load import load_weights
 
     found = {}
@@ -99,7 +97,7 @@ def copied(folders: Folders, name: str, tmp_path: Path, **tensors: Tensor | None
 
 
 def load(folders: Folders, name: str, folder: Path) -> int:
-    from modeling.build import build_model
+    from modeling.init import build_model
     from modeling.mesh import one_rank_mesh
     from recipe.hf.load import load_weights
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, constants, errors
 
-from recipe.hf.download import ALLOWED, LEFT_OUT, fetch_model
+from recipe.hf.hub import ALLOWED, LEFT_OUT, fetch_model
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model
 from recipe.settings.model_source import HubModel, explain, is_on_hub

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects
 
-from recipe.hf.upload import claim_repository, push_to_hub
+from recipe.hf.hub import claim_repository, push_to_hub
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.shared.errors import UploadError

@@ -234,10 +234,8 @@ def load_and_compare(
     folder: Path,
 ) -> int:
     """Load this rank's shards and hold every one against the whole tensor; the bytes that were read."""
-    from modeling.build import build_model
-    from modeling.init import shard_table
+    from modeling.init import build_model, cut, shard_table
     from modeling.mesh import build_mesh
-    from modeling.sharding import cut
     from recipe.hf.load import load_weights
 
     mesh = build_mesh(layout, num_key_value_heads=config.num_key_value_heads)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modeling.model import GatherMoeForCausalLM
-from recipe.hf.adapters import PARTS, check_saved, lora_targets, save_finetuned
+from recipe.hf.fine_tuning import PARTS, check_saved, lora_targets, save_finetuned
 from tests.hf.test_r_ckpt import CONFIGS
 from tests.parity import full_state, referee_model
 from tests.ranks import run_ranks

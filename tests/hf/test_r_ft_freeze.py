@@ -107,10 +107,9 @@ def train_frozen(
     rank: int, world_size: int, case: Case, patterns: tuple[str, ...], folder: Path
 ) -> tuple[list[float], Tensors]:
     """Norms and weight shards after steps with a save and a resume in between, the replicas checked; exports them."""
-    from recipe.checkpoint.native import load_native, save_native
+    from recipe.checkpoint.native import check_replicas, load_native, save_native
     from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.shared.ranks import TorchRanks
-    from recipe.train.replicas import check_replicas
 
     engine, norms = start_frozen(case, patterns), []
     for step in range(NUM_STEPS):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.hf.adapters import check_saved, save_finetuned
+from recipe.hf.fine_tuning import check_saved, save_finetuned
 from tests.engine_runs import read_export
 from tests.hf.test_r_ckpt import CONFIGS, export
 from tests.hf.test_r_ft_adapters import open_model, plain_engine, plain_settings

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipe.hf.adapters import save_finetuned
+from recipe.hf.fine_tuning import save_finetuned
 from tests.engine_runs import Tensors, assert_all_match, read_export
 from tests.hf.test_r_ft_adapters import FILE, adapters, ids, open_model, open_with_adapters
 from tests.ranks import run_ranks

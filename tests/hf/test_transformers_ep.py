@@ -14,10 +14,10 @@ from transformers.distributed.expert_parallel import AllReduceEP, EPImplementati
 
 from modeling.config import GatherMoeConfig
 from recipe.hf.transformers_ep import AllGatherEP, keep_local, register_allgather
-from tests.modeling.test_static_shapes import NoHostReads, StaticOperators
 from tests.parity import full_state, mixed_config, referee_model, tiny_config
 from tests.ranks import run_ranks
 from tests.recording import Collective, Operator, Operators
+from tests.static_shapes import NoHostReads, StaticOperators
 
 pytestmark = pytest.mark.slow
 

@@ -71,7 +71,7 @@ def dense_loss(folder: Path, batch: Batch) -> float:
 
 def start_upcycled(kwargs: dict[str, Any], folder: Path, case: Case, noise_std: float) -> Any:
     """A model on this rank with its part of the folder's weights, and the bytes it read."""
-    from modeling.build import build_model
+    from modeling.init import build_model
     from recipe.hf.load import ExpertNoise, load_weights
 
     config = GatherMoeConfig(**kwargs, router_aux_loss_coef=0.0)

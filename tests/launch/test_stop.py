@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from recipe.launch.processes import identify
-from recipe.launch.stop import STOPPED, StopSignal
+from recipe.launch.stop import StopSignal
+from recipe.shared.errors import STOPPED
 from recipe.shared.ranks import OneRank, Ranks
 from tests.engine_runs import slow
 from tests.ranks import run_ranks

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from recipe.cli import main
 from recipe.launch.start import read_world
 from recipe.measure.collectives import SENDERS, measure_link
+from recipe.measure.command import COMMANDS
 from recipe.measure.fit import Reading, fit_line
 from recipe.measure.passes import MAKERS, Random
 from recipe.measure.probe import Links, _capability, _hardware
-from recipe.measure.probe_command import COMMANDS
 from recipe.measure.products import _product, measure_attention, measure_products
 from recipe.measure.sizes import PASS_BYTES, Sizes, sizes_for
 from recipe.measure.timing import Timing, by_case
@@ -224,7 +224,7 @@ def test_a_link_that_was_not_measured_is_none() -> None:
 
 
 def run(*words: str) -> int:
-    [command] = COMMANDS
+    command = next(command for command in COMMANDS if command.name == "probe")
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.run(parser.parse_args(words))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.balance import auxiliary_losses, counts_so_far
+from modeling.auxiliary import auxiliary_losses, counts_so_far
 from modeling.model import GatherMoeForCausalLM
 from modeling.router import RouterStatistics, route, router_statistics
 from tests.engine_runs import Batch, Training, assert_all_match, random_batch, slow, train

@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling.build import build_model
-from modeling.capacity import expert_capacity, kept_choices
+from modeling.execution import Execution
+from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
-from modeling.router import router_statistics
+from modeling.router import expert_capacity, kept_choices, router_statistics
 from tests.parity import tiny_config
 from tests.ranks import run_ranks
 
@@ -71,11 +71,12 @@ def test_the_capacity_is_a_factor_of_the_even_share() -> None:
 
 def _block(rank: int, world_size: int, strategy: str, ep: int) -> dict[str, Tensor]:
     """Output and gradients for this rank's tokens, of which many are dropped, and what the statistics say."""
-    config = tiny_config(num_experts=NUM_EXPERTS, capacity_factor=0.5, strategy=strategy)
+    config = tiny_config(num_experts=NUM_EXPERTS, capacity_factor=0.5)
     mesh = one_rank_mesh()
     if world_size > 1:
         mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
-    block = build_model(config, mesh=mesh, seed=5, dtype=torch.float64).model.layers[0].mlp
+    model = build_model(config, mesh=mesh, execution=Execution(strategy=strategy), seed=5, dtype=torch.float64)
+    block = model.model.layers[0].mlp
     x = torch.randn(NUM_TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x_tD = x.chunk(world_size)[rank].clone().requires_grad_()
     out, routing = block(x_tD)

@@ -8,17 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling import collectives
-from modeling.collectives import (
+from modeling import comm
+from modeling.comm import (
+    all_gather_rows,
     gather_routing,
     gather_tokens,
+    reduce_scatter_rows,
     scatter_tokens,
     sum_gradients,
     sum_over_group,
     total_over_group,
     wide,
 )
-from modeling.transfers import all_gather_rows, reduce_scatter_rows
 from tests.ranks import run_ranks
 
 WORLD = 2
@@ -165,7 +166,7 @@ def test_low_precision_gradients_are_summed_in_float32() -> None:
 
 def _routing(rank: int, _: int, dtype: torch.dtype, num_active: int) -> tuple[list[int], str]:
     sent: list[int] = []
-    original = collectives.start_gather
+    original = comm.start_gather
 
     def counting(x: Tensor, group: Any) -> Any:
         sent.append(x.numel() * x.element_size())
@@ -179,11 +180,11 @@ def _routing(rank: int, _: int, dtype: torch.dtype, num_active: int) -> tuple[li
     sum((whole * factor).sum() for factor in factors).backward()  # type: ignore[union-attr]
     for layout in (by_rank[rank] for by_rank in LAYOUTS):
         mine = layout(everyones("weights", ROWS, num_active)[rank].to(dtype)).requires_grad_()
-        collectives.start_gather = counting
+        comm.start_gather = counting
         try:
             got = gather_routing(layout(ids[rank]), mine, dist.group.WORLD)
         finally:
-            collectives.start_gather = original
+            comm.start_gather = original
         assert torch.equal(got.expert_ids_TA, torch.cat(ids))
         assert got.expert_ids_TA.dtype == torch.int64
         assert not got.expert_ids_TA.requires_grad

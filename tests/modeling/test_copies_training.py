@@ -1,5 +1,6 @@
 """Training with copies of hot experts equals one plain process: losses, gradients, norms, weights after three steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 from modeling.config import GatherMoeConfig
-from modeling.expert_copies import HeldCopies
+from modeling.copies import HeldCopies
+from modeling.execution import Execution
 from tests import parity
 from tests.parity import (
     Case,
@@ -19,6 +21,7 @@ from tests.parity import (
     mixed_config,
     our_run,
     referee_run,
+    split_options,
     start_engine,
     tiny_config,
 )
@@ -27,6 +30,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.slow
 
 Loads = list[list[float]]
+COPIES = Execution(resident_experts=1)
 
 
 class Watch:
@@ -85,13 +89,13 @@ def all_to_the_first(config: GatherMoeConfig) -> dict[str, Tensor]:
 
 
 def test_training_with_copies_matches_one_plain_process() -> None:
-    config = tiny_config(resident_experts=1, overlap=True, overlap_chunks=2)
-    check_copies(config, Case(tp=2, ep=2, stage=2, accumulation=3, checkpointing=True))
+    execution = replace(COPIES, overlap=True, overlap_chunks=2)
+    check_copies(tiny_config(), Case(tp=2, ep=2, stage=2, accumulation=3, checkpointing=True, execution=execution))
 
 
 def test_training_with_all_tokens_on_one_rank_matches_one_plain_process() -> None:
-    config = tiny_config(resident_experts=1)
-    check_copies(config, Case(tp=2, ep=2, stage=0), state=all_to_the_first(config))
+    config = tiny_config()
+    check_copies(config, Case(tp=2, ep=2, execution=COPIES), state=all_to_the_first(config))
 
 
 @pytest.mark.slow
@@ -106,7 +110,8 @@ def test_training_with_all_tokens_on_one_rank_matches_one_plain_process() -> Non
     ids=str,
 )
 def test_training_with_copies_matches_in_other_layouts(case: Case, options: dict[str, Any]) -> None:
-    config = mixed_config(**({"resident_experts": 1} | options))
+    changes, execution = split_options({"resident_experts": 1} | options)
+    config, case = mixed_config(**changes), case._replace(execution=execution)
     check_copies(config, case)
     check_copies(config, case, state=all_to_the_first(config))
 
@@ -120,26 +125,23 @@ def bf16_gradients(
         engine = parity.start_engine(config, state, case)
         batches = make_micro_batches(config, case, step=0, dp_rank=engine.mesh.dp_rank)
         engine.accumulate(batches, counts=engine.count(batches))
-    held = [e.copies.held for e in engine.experts_with_copies()]
-    assert all(copies.weights.gate_up.dtype == torch.bfloat16 for copies in held)
+    held = [experts.held for experts in engine.model.experts_with_copies]
+    assert all(weight.dtype == torch.bfloat16 for copies in held for weight in copies.weights)
     return {name: safe_get_full_grad(p).float().clone() for name, p in engine.model.named_parameters()}, watch.num_rows
 
 
 @pytest.mark.slow
 def test_copies_are_as_exact_in_bf16() -> None:
     """The gradients' distance from float32's is hardly larger with copies than without."""
-    config = tiny_config(resident_experts=1)
+    config = tiny_config()
     state = {name: tensor.bfloat16().float() for name, tensor in all_to_the_first(config).items()}
     case, loads = Case(tp=2, ep=2, stage=2, bf16=True, packed=False), [[100.0, 1.0, 1.0, 1.0]] * 2
     exact = referee_run(config, state, case._replace(bf16=False), own=True).gradients
     distances = []
-    for num_copies in (0, 1):
-        config.resident_experts = num_copies
-        if num_copies:
-            by_rank, rows = zip(*run_ranks(bf16_gradients, 2, config, state, case, loads), strict=True)
-            assert sum(rows) > 50
-        else:
-            by_rank = tuple(run_ranks(bf16_gradients, 2, config, state, case, loads)[rank][0] for rank in range(2))
+    for execution, fewest in ((Execution(), 0), (COPIES, 50)):
+        results = run_ranks(bf16_gradients, 2, config, state, case._replace(execution=execution), loads)
+        by_rank, rows = zip(*results, strict=True)
+        assert sum(rows) >= fewest
         got = join_tensors(list(by_rank), config, case)
         distances.append(sum((got[name] - exact[name]).square().sum().item() for name in exact) ** 0.5)
     assert distances[0] > 0
@@ -148,11 +150,11 @@ def test_copies_are_as_exact_in_bf16() -> None:
 
 def steps_of_copies(rank: int, world_size: int, config: GatherMoeConfig, state: dict[str, Tensor]) -> list[Any]:
     """Whether copies are held in the forwards of three steps and of the evaluations after them, and what is known."""
-    case = Case(tp=2, ep=2)
+    case = Case(tp=2, ep=2, execution=COPIES)
     engine = start_engine(config, state, case)
-    [first, *_] = engine.experts_with_copies()
+    [first, *_] = engine.model.experts_with_copies
     found: list[Any] = []
-    first.register_forward_pre_hook(lambda *_: found.append(first.copies.held is not None))
+    first.register_forward_pre_hook(lambda *_: found.append(first.held is not None))
     for step in range(3):
         found.append(engine.loads() is not None)
         batches = make_micro_batches(config, case, step=step, dp_rank=0)
@@ -164,7 +166,7 @@ def steps_of_copies(rank: int, world_size: int, config: GatherMoeConfig, state: 
 
 
 def test_copies_begin_with_the_second_step_and_serve_training_alone() -> None:
-    config = tiny_config(resident_experts=1)
+    config = tiny_config()
     [found, other] = run_ranks(steps_of_copies, 2, config, full_state(config))
     assert found == other
     # Loads known before the step, then copies held in its forward and in the evaluation's.
@@ -172,9 +174,9 @@ def test_copies_begin_with_the_second_step_and_serve_training_alone() -> None:
 
 
 def with_zero_3(rank: int, world_size: int) -> str:
-    config = tiny_config(resident_experts=1)
+    config = tiny_config()
     with pytest.raises(ValueError, match="resident_experts=1 cannot be used with ZeRO-3") as caught:
-        start_engine(config, full_state(config), Case(tp=2, ep=2, stage=3))
+        start_engine(config, full_state(config), Case(tp=2, ep=2, stage=3, execution=COPIES))
     return str(caught.value)
 
 

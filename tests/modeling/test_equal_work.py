@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
@@ -34,12 +35,11 @@ def router_flops(size: int) -> int:
 
 def work(rank: int, world_size: int, ep: int, backend: str, strategy: str) -> dict[str, tuple[int, int]]:
     """FLOPs of this rank's products by routing: forward, and forward and backward together."""
-    config = tiny_config(
-        num_experts=EXPERTS, num_experts_per_tok=ACTIVE, experts_backend=backend, strategy=strategy, regather=False
-    )
+    config = tiny_config(num_experts=EXPERTS, num_experts_per_tok=ACTIVE)
+    execution = Execution(experts_backend=backend, strategy=strategy)
     mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
     torch.manual_seed(rank)
-    block = GatherMoeSparseBlock(config, mesh=mesh)
+    block = GatherMoeSparseBlock(config, mesh=mesh, execution=execution)
     for parameter in block.experts.parameters():
         nn.init.normal_(parameter)
     # The first numbers of a token are its logits.

@@ -1,95 +1,68 @@
 """Copies of other ranks' experts change who computes what, and no result: against all experts on one rank."""
 
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling.dispatch import Dispatch, dispatch
-from modeling.expert_copies import ExpertCopies, HeldCopies, copy_traffic
+from modeling.copies import ExpertsWithCopies, HeldCopies, choose_copies, copy_traffic
+from modeling.execution import Execution
 from modeling.experts import GatherMoeExperts
-from modeling.experts_call import ExpertsCall, Slices
 from modeling.experts_loop import LoopExperts
 from modeling.layout import ParallelLayout
-from modeling.mesh import ParallelMesh, build_mesh
-from modeling.resident import choose_copies
-from modeling.router import Routing
-from modeling.shard_table import ShardTable
-from modeling.sharding import cut
-from modeling.wire import Wire
+from modeling.mesh import ParallelMesh, build_mesh, one_rank_mesh
+from modeling.moe import GatherMoeSparseBlock
 from tests.engine_runs import slow
-from tests.modeling.test_resident import count, rho, zipf_routing
-from tests.modeling.test_static_shapes import static_shapes
-from tests.modeling.test_strategies import (
-    HIDDEN,
+from tests.moe_layers import (
     NUM_EXPERTS,
-    NUM_TOKENS,
     ROUTINGS,
-    WIDTH,
+    Layer,
     choose,
+    count,
     join_answer,
+    make_layer,
     reference,
+    rho,
     whole_numbers,
+    zipf_routing,
 )
 from tests.parity import tiny_config
 from tests.ranks import run_ranks
-
-TWO_CHUNKS = Wire(overlap=True, num_chunks=2, regather=True, sum_dtype=None)
-
-
-class Layer(NamedTuple):
-    """A rank's experts, its copies filled, and its part of the tokens."""
-
-    experts: GatherMoeExperts
-    mesh: ParallelMesh
-    x_tD: Tensor
-    routing: Routing
+from tests.static_shapes import static_shapes
 
 
-def make_layer(mesh: ParallelMesh, ids: Tensor, weights: Tensor, *, num_copies: int, backend: str, **how: Any) -> Layer:
-    """`copies` says which; by default what the routing asks for."""
-    dtype = how.get("dtype", torch.float32)
-    config = tiny_config(
-        hidden_size=HIDDEN,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=ids.shape[1],
-        moe_intermediate_size=WIDTH,
-        experts_backend=backend,
-        resident_experts=num_copies,
+def copied_layer(
+    mesh: ParallelMesh,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    num_copies: int,
+    backend: str,
+    dtype: torch.dtype = torch.float32,
+) -> Layer:
+    """A layer in two overlapping chunks, which holds the copies that its routing asks for."""
+    execution = Execution(
+        experts_backend=backend, overlap=True, overlap_chunks=2, regather=True, resident_experts=num_copies
     )
-    experts = GatherMoeExperts(config, mesh=mesh).to(dtype)
-    table = ShardTable(mesh.layout, 2, "none")
-    _, _, gate_up, down = whole_numbers(dtype)
-    for name, whole in (("gate_up_proj", gate_up), ("down_proj", down)):
-        shard = table.shard(f"model.layers.0.mlp.experts.{name}", tuple(whole.shape), group_rank=mesh.group_rank)
-        experts.get_parameter(name).data.copy_(cut(whole, shard))
-    copies = how.get("copies")
-    if copies is None:
-        [chosen] = choose_copies(
-            count(ids, NUM_EXPERTS)[None], num_ranks=mesh.layout.ep, num_copies=num_copies
-        ).tolist()
-        copies = chosen
+    layer = make_layer(mesh, ids, weights, execution=execution, dtype=dtype)
     if num_copies:
-        experts.fill_copies(copies)
-    tokens = whole_numbers(dtype)[0] if ids.shape[0] == NUM_TOKENS else torch.zeros(ids.shape[0], HIDDEN, dtype=dtype)
-    x_tD = tokens.chunk(mesh.layout.tp)[mesh.group_rank].clone().requires_grad_()
-    here = weights.to(dtype if dtype == torch.float64 else torch.float32).chunk(mesh.layout.tp)[mesh.group_rank]
-    routing = Routing(torch.empty(0), ids.chunk(mesh.layout.tp)[mesh.group_rank], here.clone().requires_grad_())
-    return Layer(experts, mesh, x_tD, routing)
+        fill(layer, hottest(ids, num_ranks=mesh.layout.ep, num_copies=num_copies))
+    return layer
 
 
-def run_layer(layer: Layer, wire: Wire = TWO_CHUNKS) -> tuple[Tensor, ...]:
-    """Output and gradients of x, weights and both parameters."""
-    experts, mesh, x_tD, routing = layer
-    out, _ = dispatch(Dispatch(x_tD, lambda: routing, experts, mesh, wire), strategy="gather_tokens")
-    grad = whole_numbers(x_tD.dtype)[1].chunk(mesh.layout.tp)[mesh.group_rank]
-    out.backward(grad[: out.shape[0]])
-    assert x_tD.grad is not None
-    found = (x_tD.grad, routing.weights_tA.grad, experts.gate_up_proj.grad, experts.down_proj.grad)
-    return (out.detach(), *found)  # type: ignore[arg-type]
+def hottest(ids: Tensor, *, num_ranks: int, num_copies: int) -> Any:
+    return choose_copies(count(ids, NUM_EXPERTS)[None], num_ranks=num_ranks, num_copies=num_copies)[0].tolist()
+
+
+def fill(layer: Layer, copies: Sequence[Sequence[int]]) -> ExpertsWithCopies:
+    experts = layer.block.experts
+    assert isinstance(experts, ExpertsWithCopies)
+    experts.fill(copies)
+    return experts
 
 
 def mesh_of(world_size: int, ep: int) -> ParallelMesh:
@@ -108,19 +81,18 @@ def all_answers(
     try:
         for num_active, kind in itertools.product((1, 2, 3, 8), ROUTINGS):
             ids, weights = choose(kind, num_active)
-            layer = make_layer(mesh, ids, weights.detach(), num_copies=num_copies, backend=backend, dtype=dtype)
-            answers[num_active, kind] = (run_layer(layer), rows_of_copies(layer, ids))
+            layer = copied_layer(mesh, ids, weights, num_copies=num_copies, backend=backend, dtype=dtype)
+            answers[num_active, kind] = (layer.run(), rows_of_copies(layer, ids))
     finally:
         HeldCopies.add_home = add_home  # type: ignore[method-assign]
     return answers
 
 
 def rows_of_copies(layer: Layer, ids: Tensor) -> int:
-    held = layer.experts.copies.held if layer.experts.copies is not None else None
-    if held is None:
+    experts = layer.block.experts
+    if not isinstance(experts, ExpertsWithCopies) or experts.held is None:
         return 0
-    slots = held.slots(ids, num_experts=NUM_EXPERTS)
-    num_local, num_copies = NUM_EXPERTS // layer.mesh.layout.ep, held.copies_PC.shape[1]
+    slots, num_local, num_copies = experts.slots(ids), experts.num_local, experts.num_slots
     return int(((slots >= num_local) & (slots < num_local + num_copies)).sum())
 
 
@@ -169,21 +141,20 @@ def test_without_the_way_home_the_owners_gradient_is_wrong() -> None:
     assert max(errors[name] for name in ("out", "x", "weights")) < 1e-5
 
 
-def call_of(layer: Layer) -> ExpertsCall:
-    """What a forward of the layer hands to its backend."""
-    calls = []
-    make_pass = layer.experts.passes(layer.x_tD, recompute=True)
+def pass_of(layer: Layer) -> LoopExperts:
+    """The pass that a forward of the layer starts."""
+    passes: list[Any] = []
+    start_pass = layer.block.experts.start_pass
 
-    def recording(call: ExpertsCall, kept: Tensor | None) -> Any:
-        calls.append(call)
-        return make_pass(call, kept)
+    def recording(*args: Any) -> Any:
+        passes.append(start_pass(*args))
+        return passes[-1]
 
-    layer.experts.passes = lambda x, *, recompute: recording  # type: ignore[method-assign]
-    work = Dispatch(layer.x_tD, lambda: layer.routing, layer.experts, layer.mesh, TWO_CHUNKS)
+    layer.block.experts.start_pass = recording  # type: ignore[method-assign]
     with torch.no_grad():
-        dispatch(work, strategy="gather_tokens")
-    [call] = calls
-    return call
+        layer.block(layer.x_tD)
+    [one] = passes
+    return one
 
 
 def rows_of_routings(rank: int, world_size: int, num_copies: int) -> list[int]:
@@ -191,8 +162,8 @@ def rows_of_routings(rank: int, world_size: int, num_copies: int) -> list[int]:
     mesh, rows = mesh_of(world_size, 4), []
     for seed in range(20):
         ids = zipf_routing(seed)
-        layer = make_layer(mesh, ids, torch.ones(ids.shape), num_copies=num_copies, backend="loop")
-        rows.append(LoopExperts(call_of(layer)).rows.token_R.shape[0])
+        layer = copied_layer(mesh, ids, torch.ones(ids.shape), num_copies=num_copies, backend="loop")
+        rows.append(pass_of(layer).rows.token_R.shape[0])
     return rows
 
 
@@ -208,9 +179,10 @@ def test_the_ranks_rows_are_even_with_a_copy_each() -> None:
 def share_of_rows_in_chunks(rank: int, world_size: int) -> list[float]:
     """For each of two chunks, the part of all its pairs that this rank computes."""
     ids = torch.zeros(64, 1, dtype=torch.int64)
-    layer = make_layer(mesh_of(world_size, 2), ids, torch.ones(64, 1), num_copies=1, backend="loop")
-    call = call_of(layer)
-    return [(call.slots_TA[call.chunks.gathered_rows(k)] < 5).float().mean().item() for k in range(2)]
+    layer = copied_layer(mesh_of(world_size, 2), ids, torch.ones(64, 1), num_copies=1, backend="loop")
+    rows = pass_of(layer).rows
+    by_chunk = [[rows.rows_in_chunk(slot, k) for slot in range(len(rows.ends))] for k in range(2)]
+    return [sum(here.stop - here.start for here in chunk) / 32 for chunk in by_chunk]
 
 
 def test_every_chunk_is_as_even_as_the_whole() -> None:
@@ -219,14 +191,14 @@ def test_every_chunk_is_as_even_as_the_whole() -> None:
 
 def gradients_in_bfloat16(rank: int, world_size: int) -> Tensor:
     """Two copies of expert 0 on the other rank, whose gradients are lost one by one beside a large one."""
-    mesh = mesh_of(world_size, 2)
-    copies = ExpertCopies(2, num_experts=4, mesh=mesh, strategy="gather_tokens")
-    own = Slices(*(torch.full((2, *shape), 256.0, dtype=torch.bfloat16) for shape in ((4, 3), (3, 2))))
-    copies.fill(own, [[0, 1], [0, 0]])
-    assert copies.held is not None
-    ones = Slices(*(torch.ones_like(weight) for weight in own))
-    copies.held.add_home(own, of_copies=ones)
-    return own.down[:, 0, 0]
+    config = tiny_config(hidden_size=3, num_experts=4, moe_intermediate_size=2)
+    execution = Execution(resident_experts=2)
+    experts = ExpertsWithCopies(config, mesh=mesh_of(world_size, 2), execution=execution).bfloat16()
+    experts.fill([[0, 1], [0, 0]])
+    assert experts.held is not None
+    own = [torch.full_like(weight, 256.0) for weight in experts.parameters()]
+    experts.held.add_home(own, of_copies=[torch.ones_like(weight) for weight in own])
+    return own[1][:, 0, 0]
 
 
 def test_gradients_that_come_home_are_added_in_float32() -> None:
@@ -234,33 +206,30 @@ def test_gradients_that_come_home_are_added_in_float32() -> None:
 
 
 def life_of_slots(rank: int, world_size: int) -> dict[str, Any]:
-    mesh = mesh_of(world_size, 2)
     ids, weights = choose("all to one", 2)
-    layer = make_layer(mesh, ids, weights.detach(), num_copies=1, backend="grouped")
-    copies, experts = layer.experts.copies, layer.experts
-    assert copies is not None
-    assert copies.held is not None
-    place = copies.held.weights.gate_up.data_ptr()
-    first = copies.held.weights.gate_up.clone()
+    layer = copied_layer(mesh_of(world_size, 2), ids, weights, num_copies=1, backend="grouped")
+    hot = hottest(ids, num_ranks=2, num_copies=1)
+    experts = fill(layer, hot)
+    assert experts.held is not None
+    place, first = experts.held.weights[0].data_ptr(), experts.held.weights[0].clone()
     with torch.no_grad():
         experts.gate_up_proj += 1.0
-    [hottest] = choose_copies(count(ids, NUM_EXPERTS)[None], num_ranks=2, num_copies=1).tolist()
-    experts.fill_copies(hottest)
-    moved = copies.held.weights.gate_up - first
+    experts.fill(hot)
+    moved = experts.held.weights[0] - first
     found = {
-        "same place": copies.held.weights.gate_up.data_ptr() == place,
+        "same place": experts.held.weights[0].data_ptr() == place,
         "moved": [moved.min().item(), moved.max().item()],
     }
-    out, _ = dispatch(Dispatch(layer.x_tD, lambda: layer.routing, experts, mesh, TWO_CHUNKS), strategy="gather_tokens")
-    copies.drop()
+    out = layer.block(layer.x_tD).out_tD
+    experts.drop()
     found["used after drop"] = rows_of_copies(layer, ids)
-    experts.fill_copies(hottest)
+    experts.fill(hot)
     try:
         out.sum().backward()
     except RuntimeError as error:
         found["error"] = str(error)
-    experts.fill_copies([[0], [4]])
-    found["empty"] = copies.held is None
+    experts.fill([[0], [4]])
+    found["empty"] = experts.held is None
     return found
 
 
@@ -278,7 +247,7 @@ def collectives_of_a_layer(rank: int, world_size: int, recompute: bool) -> tuple
     from torch.utils.checkpoint import checkpoint
 
     ids, weights = choose("all to one", 2)
-    layer = make_layer(mesh_of(world_size, 2), ids, weights.detach(), num_copies=1, backend="grouped")
+    layer = copied_layer(mesh_of(world_size, 2), ids, weights, num_copies=1, backend="grouped")
     num_exchanges = 0
     exchange = dist.all_to_all_single
 
@@ -288,8 +257,7 @@ def collectives_of_a_layer(rank: int, world_size: int, recompute: bool) -> tuple
         return exchange(out, x, *splits, **options)
 
     def forward(x_tD: Tensor) -> Tensor:
-        work = Dispatch(x_tD, lambda: layer.routing, layer.experts, layer.mesh, TWO_CHUNKS)
-        return dispatch(work, strategy="gather_tokens").out_tD
+        return layer.block(x_tD).out_tD
 
     dist.all_to_all_single = counting
     try:
@@ -299,7 +267,7 @@ def collectives_of_a_layer(rank: int, world_size: int, recompute: bool) -> tuple
             out.backward(whole_numbers(torch.float32)[1].chunk(world_size)[rank])
     finally:
         dist.all_to_all_single = exchange
-    return num_exchanges, [p.grad for p in layer.experts.parameters() if p.grad is not None]
+    return num_exchanges, [p.grad for p in layer.block.experts.parameters() if p.grad is not None]
 
 
 def test_a_micro_batch_sends_gradients_home_and_nothing_else_recomputed_or_not() -> None:
@@ -331,7 +299,11 @@ def test_weights_travel_between_ranks_with_the_same_slice() -> None:
             r"=1 is for strategy gather_tokens, .* not for all_to",
         ),
         (ParallelLayout(tp=2, ep=2), {"strategy": "auto"}, r"is for strategy gather_tokens, .* not for auto; use 0"),
-        (ParallelLayout(tp=2, ep=2), {"num_copies": 5}, r"resident_experts=5: 5 copies do not fit: .* can copy 0 to 4"),
+        (
+            ParallelLayout(tp=2, ep=2),
+            {"resident_experts": 5},
+            r"resident_experts=5: 5 copies do not fit: .* can copy 0 to 4",
+        ),
         (ParallelLayout(tp=16, ep=16), {"num_experts": 16}, r"2 \*\* 16 sets of ranks; use ep of at most 12"),
     ],
 )
@@ -339,17 +311,12 @@ def test_copies_that_a_layout_cannot_have_are_refused(
     layout: ParallelLayout, options: dict[str, Any], message: str
 ) -> None:
     mesh = ParallelMesh(layout=layout, rank=0, tp_group=None, dp_group=None, kv_group=None)
-    values = {"num_copies": 1, "num_experts": 8, "strategy": "gather_tokens"} | options
+    values = {"resident_experts": 1} | options
+    config = tiny_config(num_experts=values.pop("num_experts", 8))
     with pytest.raises(ValueError, match=message):
-        ExpertCopies(values.pop("num_copies"), mesh=mesh, **values)
-
-
-def test_a_negative_number_of_slots_is_refused() -> None:
-    with pytest.raises(ValueError, match="resident_experts=-1 must be at least 0, which makes no copies"):
-        tiny_config(resident_experts=-1)
+        ExpertsWithCopies(config, mesh=mesh, execution=Execution(**values))
 
 
 def test_a_model_on_one_process_makes_no_copies() -> None:
-    from modeling.mesh import one_rank_mesh
-
-    assert GatherMoeExperts(tiny_config(resident_experts=1), mesh=one_rank_mesh()).copies is None
+    block = GatherMoeSparseBlock(tiny_config(), mesh=one_rank_mesh(), execution=Execution(resident_experts=1))
+    assert type(block.experts) is GatherMoeExperts

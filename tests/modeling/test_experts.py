@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.expert_rows import count_rows, sort_rows
+from modeling.execution import Execution
 from modeling.experts import GatherMoeExperts
+from modeling.experts_grouped import sort_rows
+from modeling.experts_loop import count_rows
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh
 from tests.parity import tiny_config
@@ -53,10 +55,10 @@ def problem(dtype: torch.dtype, *, skip: tuple[int, ...] = (), padding: bool = F
 
 
 def experts_module(backend: str, *, ep: int = 1, group_rank: int = 0) -> GatherMoeExperts:
-    config = tiny_config(num_experts=EXPERTS, num_experts_per_tok=ACTIVE, experts_backend=backend)
+    config = tiny_config(num_experts=EXPERTS, num_experts_per_tok=ACTIVE)
     layout = ParallelLayout(tp=ep, ep=ep)
     mesh = ParallelMesh(layout=layout, rank=group_rank, tp_group=None, dp_group=None, kv_group=None)
-    return GatherMoeExperts(config, mesh=mesh)
+    return GatherMoeExperts(config, mesh=mesh, execution=Execution(experts_backend=backend))
 
 
 def run(backend: str, given: Problem, *, ep: int = 1, group_rank: int = 0) -> dict[str, Tensor]:
@@ -208,15 +210,14 @@ def test_frozen_experts_cost_no_weight_gradient(backend: str) -> None:
 
 def test_the_sum_over_experts_is_made_in_float32() -> None:
     """256 + 1 is 256 in bfloat16: with a running sum in it the last two experts of a token would be lost."""
-    module = experts_module("loop")
     gate_up = torch.ones(EXPERTS, 2 * WIDTH, HIDDEN, dtype=torch.bfloat16)
     down = torch.zeros(EXPERTS, HIDDEN, WIDTH, dtype=torch.bfloat16)
     down[:, 0, 0] = 1.0
-    module.gate_up_proj, module.down_proj = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
     x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
     x[0, 0] = 16.0
     for backend in ("loop", "grouped"):
-        module.backend = backend
+        module = experts_module(backend)
+        module.gate_up_proj, module.down_proj = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
         out = module(x, torch.tensor([[0, 1, 2]]), torch.tensor([[1.0, 2.0**-8, 2.0**-8]]))
         assert out[0, 0].item() == 258.0, backend  # silu(16) * 16 rounds to 256
 

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.collectives import gather_tokens
+from modeling.comm import FP8_LARGEST as LARGEST
+from modeling.comm import Chunks, Fp8GatherInChunks, gather_tokens, pack_fp8, unpack_fp8
 from modeling.cost import MoeTraffic
-from modeling.fp8 import LARGEST, Fp8GatherInChunks, pack_fp8, unpack_fp8
+from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.router import Routing
-from modeling.transfers import Chunks
 from tests.parity import tiny_config
 from tests.ranks import run_ranks
 
@@ -76,10 +76,11 @@ def _as_routed(routing: Routing, *_: Any, **__: Any) -> Routing:
 def _layer(rank: int, world_size: int, num_chunks: int, regather: bool) -> None:
     """A layer with 8-bit tokens is the exact layer on rounded tokens, forward and in every gradient."""
     found = []
-    config: dict[str, Any] = {"num_experts": 4, "overlap": True, "overlap_chunks": num_chunks, "regather": regather}
+    options: dict[str, Any] = {"overlap": True, "overlap_chunks": num_chunks, "regather": regather}
     for token_dtype in ("float8_e4m3", "auto"):
         mesh = build_mesh(ParallelLayout(tp=world_size, ep=world_size), num_key_value_heads=2)
-        block = GatherMoeSparseBlock(tiny_config(**config, token_dtype=token_dtype), mesh=mesh)
+        execution = Execution(**options, token_dtype=token_dtype)
+        block = GatherMoeSparseBlock(tiny_config(num_experts=4), mesh=mesh, execution=execution)
         generator = torch.Generator().manual_seed(3)
         for parameter in block.parameters():
             torch.nn.init.normal_(parameter, generator=generator)
@@ -103,7 +104,7 @@ def _arrival(rank: int, world_size: int) -> None:
     from torch.distributed import group
 
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(rank))
-    chunks = Chunks(2, True, 6, group.WORLD)
+    chunks = Chunks(6, group.WORLD, 2, overlap=True)
     want = chunks.to_chunk_order(gather_tokens(rounded(x), group.WORLD))
     one_by_one, at_once = Fp8GatherInChunks(x, chunks), Fp8GatherInChunks(x, chunks)
     assert torch.equal(torch.cat([one_by_one.chunk(0), one_by_one.chunk(1)]), want)

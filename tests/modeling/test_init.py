@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from modeling import init
-from modeling.build import build_model
 from modeling.config import GatherMoeConfig
-from modeling.init import fill_normal, normal_at
+from modeling.init import build_model, fill_normal, join, normal_at
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.shard_table import ShardTable
-from modeling.sharding import join
 from tests.parity import mixed_config, tiny_config
 
 SAMPLE = 2**20

@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling import loss as loss_module
-from modeling.loss import IGNORED, Vocabulary, vocab_parallel_losses
-from modeling.transfers import Chunks, one_chunk
+from modeling import vocabulary
+from modeling.comm import Chunks
+from modeling.vocabulary import IGNORED, Vocabulary, vocab_parallel_losses
 from tests.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 51
@@ -46,7 +46,7 @@ def plainly(x: Tensor, weight: Tensor, targets: Tensor, *, z_coef: float) -> dic
 def by_chunks(x: Tensor, weight: Tensor, targets: Tensor, *, z_coef: float) -> dict[str, Tensor]:
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     vocabulary = Vocabulary(0, weight.shape[0], None)
-    losses = vocab_parallel_losses(x, weight, targets, vocabulary=vocabulary, chunks=one_chunk(len(x)), z_coef=z_coef)
+    losses = vocab_parallel_losses(x, weight, targets, vocabulary=vocabulary, chunks=Chunks(len(x)), z_coef=z_coef)
     torch.testing.assert_close(losses.total.detach(), losses.nll + z_coef * losses.z)
     (0.3 * losses.total).backward()
     assert x.grad is not None
@@ -57,7 +57,7 @@ def by_chunks(x: Tensor, weight: Tensor, targets: Tensor, *, z_coef: float) -> d
 @pytest.mark.parametrize("z_coef", [0.0, 0.1])
 @pytest.mark.parametrize("rows", [1, 5, 24, 1000])
 def test_chunks_of_any_size_match_whole_logits(monkeypatch: pytest.MonkeyPatch, rows: int, z_coef: float) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", rows * 4 * VOCAB)
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", rows * 4 * VOCAB)
     want = plainly(*batch(), z_coef=z_coef)
     got = by_chunks(*batch(), z_coef=z_coef)
     for name, tensor in got.items():
@@ -66,7 +66,7 @@ def test_chunks_of_any_size_match_whole_logits(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("rows", [4, 1000])
 def test_bf16_inputs_give_a_float32_loss(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", rows * 4 * VOCAB)
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", rows * 4 * VOCAB)
     x, weight, targets = batch(torch.bfloat16)
     got, want = by_chunks(x, weight, targets, z_coef=0.0), plainly(x, weight, targets, z_coef=0.0)
     assert got["nll"].dtype == got["z"].dtype == torch.float32
@@ -79,7 +79,7 @@ def test_bf16_inputs_give_a_float32_loss(monkeypatch: pytest.MonkeyPatch, rows: 
 
 def test_the_weight_gradient_of_many_chunks_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A running sum in bfloat16 would stop growing at 256 equal shares."""
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 2)
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 4 * 2)
     x = torch.ones(1024, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16)
     got = by_chunks(x, weight, torch.zeros(1024, dtype=torch.int64), z_coef=0.0)
@@ -96,7 +96,7 @@ def _split(rank: int, world_size: int, z_coef: float, case: str, num_chunks: int
     mine = x.chunk(world_size)[rank].clone().requires_grad_()
     local.requires_grad_()
     vocabulary = Vocabulary(first, num_real, dist.group.WORLD)
-    chunks = Chunks(num_chunks, True, len(mine), dist.group.WORLD)
+    chunks = Chunks(len(mine), dist.group.WORLD, num_chunks, overlap=True)
     losses = vocab_parallel_losses(mine, local, targets, vocabulary=vocabulary, chunks=chunks, z_coef=z_coef)
     (0.3 * losses.total).backward()
     want = plainly(x.detach(), weight, targets, z_coef=z_coef)
@@ -137,7 +137,7 @@ def _nothing(rank: int, world_size: int) -> None:
     x = x.chunk(world_size)[rank].clone().requires_grad_()
     group = dist.group.WORLD if world_size > 1 else None
     vocabulary = Vocabulary(rank * rows, min(VOCAB - rank * rows, rows), group)
-    chunks = Chunks(1, False, len(x), group)
+    chunks = Chunks(len(x), group)
     nowhere = torch.full_like(targets, IGNORED)
     losses = vocab_parallel_losses(x, local, nowhere, vocabulary=vocabulary, chunks=chunks, z_coef=0.1)
     losses.total.backward()
@@ -154,20 +154,18 @@ def test_r_loss_03_without_a_target_the_loss_and_every_gradient_are_zero() -> No
 
 
 def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_chunk_gradient", None)
+    monkeypatch.setattr(vocabulary, "_chunk_gradient", None)
     x, weight, targets = batch()
     weight = torch.nn.Parameter(weight)
     with torch.no_grad():
-        losses = vocab_parallel_losses(
-            x, weight, targets, vocabulary=Vocabulary(0, VOCAB, None), chunks=one_chunk(len(x))
-        )
+        losses = vocab_parallel_losses(x, weight, targets, vocabulary=Vocabulary(0, VOCAB, None), chunks=Chunks(len(x)))
     torch.testing.assert_close(losses.nll, plainly(x, weight.detach(), targets, z_coef=0.0)["nll"])
 
 
 PEAK = """
 import resource, torch
-from modeling.loss import Vocabulary, vocab_parallel_losses
-from modeling.transfers import one_chunk
+from modeling.vocabulary import Vocabulary, vocab_parallel_losses
+from modeling.comm import Chunks
 torch.set_num_threads(1)
 def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -175,7 +173,7 @@ def step(tokens):
     x = torch.randn(tokens, 32, requires_grad=True)
     weight = torch.randn({vocab}, 32).mul_(0.1).requires_grad_()
     targets = torch.randint(0, {vocab}, (tokens,))
-    vocabulary, chunks = Vocabulary(0, {vocab}, None), one_chunk(tokens)
+    vocabulary, chunks = Vocabulary(0, {vocab}, None), Chunks(tokens)
     vocab_parallel_losses(x, weight, targets, vocabulary=vocabulary, chunks=chunks).total.backward()
 step(2)  # libraries and thread pools
 before = peak_bytes()

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from modeling.build import build_model
-from modeling.init import shard_table
+from modeling.init import build_model, cut, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
-from modeling.sharding import cut
 from recipe.data.batches import MicroBatch, evaluation_batches
 from recipe.data.loader import LoaderOptions, StepLoader
 from tests.data_samples import prepare

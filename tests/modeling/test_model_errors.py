@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from modeling.build import build_model
 from modeling.config import GatherMoeConfig
+from modeling.execution import Execution
+from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
@@ -24,18 +25,40 @@ IDS = torch.arange(16).view(1, 16)
             {"balance_scope": "world"},
             r"balance_scope='world' is not known; choose one of \['sequence', 'micro_batch', 'global_batch'\]",
         ),
-        (
-            {"experts_backend": "fast"},
-            r"experts_backend='fast' is not known; choose one of \['auto', 'loop', 'grouped', 'triton'\]",
-        ),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not known; choose one of \['silu'\]"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 must lie between 1 and num_experts=4"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 must lie between 1 and num_experts=4"),
+        ({"router_jitter_noise": -0.1}, r"router_jitter_noise=-0\.1 must lie between 0, which is none, and 1"),
+        ({"router_jitter_noise": 1.5}, r"router_jitter_noise=1\.5 must lie between 0, which is none, and 1"),
+        ({"capacity_factor": 0}, r"capacity_factor=0 must be above 0; None drops nothing"),
+        ({"balance_bias_update_rate": -0.1}, r"balance_bias_update_rate=-0\.1 must be at least 0, which leaves"),
+        ({"routed_scaling_factor": 0.0}, r"routed_scaling_factor=0\.0 must be above 0; 1 changes nothing"),
+        ({"score_function": "relu"}, r"score_function='relu' is not known; choose one of \['softmax', 'sigmoid'\]"),
     ],
 )
 def test_configurations_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"experts_backend": "fast"},
+            r"experts_backend='fast' is not known; choose one of \['auto', 'loop', 'grouped', 'triton'\]",
+        ),
+        (
+            {"token_dtype": "float8_e4m3", "strategy": "all_to_all"},
+            'token_dtype="float8_e4m3" is for strategy "gather_tokens", .* not for "all_to_all"; use "auto"',
+        ),
+        ({"overlap_chunks": 0}, r"overlap_chunks=0 must be at least 1; None chooses"),
+        ({"resident_experts": -1}, "resident_experts=-1 must be at least 0, which makes no copies"),
+    ],
+)
+def test_executions_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Execution(**options)
 
 
 def test_values_of_the_wrong_type_are_refused() -> None:

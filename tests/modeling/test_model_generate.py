@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from modeling.execution import Execution
 from modeling.model import GatherMoeForCausalLM
 from tests.modeling.test_model_padding import prompts, trained_model
 from tests.parity import mixed_config, tiny_config
@@ -90,7 +91,8 @@ def test_only_a_model_with_router_biases_asks_for_them_in_float32() -> None:
 @pytest.mark.slow
 def test_a_bf16_model_with_grouped_products_is_exported_as_a_graph() -> None:
     """The loop over experts reads how many rows each has; torch's grouped product traces in bf16 alone."""
-    model = GatherMoeForCausalLM(tiny_config(qk_norm="head", experts_backend="grouped")).eval().bfloat16()
+    execution = Execution(experts_backend="grouped")
+    model = GatherMoeForCausalLM(tiny_config(qk_norm="head"), execution=execution).eval().bfloat16()
     ids = prompts()[0]
     with torch.no_grad():
         program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)

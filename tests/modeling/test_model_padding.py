@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.build import build_model
-from modeling.init import shard_table
+from modeling.init import build_model, cut, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
-from modeling.sharding import cut
 from tests.parity import full_state, mixed_config, referee_model, tiny_config
 from tests.ranks import run_ranks
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
+from modeling.execution import Execution
 from modeling.router import GatherMoeRouter
 from tests.parity import full_state, mixed_config, referee_model, tiny_config
 
@@ -38,11 +39,11 @@ def distance(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("backend", ["loop", "grouped"])
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_autocast_is_as_near_to_float32_as_the_stock_model(name: str, backend: str, options: dict[str, Any]) -> None:
-    config = CONFIGS[name](experts_backend=backend)
+    config = CONFIGS[name]()
     state = full_state(config)
     want = gradients(referee_model(config, state), autocast=False)
     stock = gradients(referee_model(config, state), autocast=True)
-    ours = referee_model(config, state, own=True)
+    ours = referee_model(config, state, own=True, execution=Execution(experts_backend=backend))
     got = gradients(ours, autocast=True, **options)
     assert {p.grad.dtype for p in ours.parameters()} == {torch.float32}
     assert got["loss"].dtype == torch.float32

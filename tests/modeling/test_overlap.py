@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.build import build_model
+from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
-from tests.parity import mixed_config
+from tests.parity import mixed_config, split_options
 from tests.ranks import run_ranks
 
 
@@ -18,10 +18,11 @@ def gradients(
     ep: int, *, checkpointing: bool = False, dtype: torch.dtype = torch.float32, **options: Any
 ) -> list[Tensor]:
     """Loss and all gradients of a model with dense and sparse layers, shared by two ranks."""
-    config = mixed_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.1, logits_z_loss_coef=0.01, **options)
+    changes, execution = split_options(options)
+    config = mixed_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.1, logits_z_loss_coef=0.01, **changes)
     config._attn_implementation = "sdpa"
     mesh = build_mesh(ParallelLayout(tp=2, ep=ep), num_key_value_heads=config.sizes.num_key_value_heads)
-    model = build_model(config, mesh=mesh, seed=1, dtype=dtype)
+    model = build_model(config, mesh=mesh, execution=execution, seed=1, dtype=dtype)
     if checkpointing:
         model.gradient_checkpointing_enable()
     ids = torch.randint(0, config.vocab_size, (2, 21), generator=torch.Generator().manual_seed(2))

@@ -277,7 +277,7 @@ def test_r_moe_05_one_step_of_hugging_faces_trainer_changes_every_parameter(tmp_
 
 
 def _initial_shards(rank: int, world_size: int, config: Any, case: Case) -> Tensors:
-    from modeling.build import build_model
+    from modeling.init import build_model
 
     model = build_model(config, mesh=make_mesh(config, case), seed=1234)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -287,7 +287,7 @@ def _initial_shards(rank: int, world_size: int, config: Any, case: Case) -> Tens
     "case", [Case(tp=2, ep=2), Case(tp=4, ep=4), Case(tp=4, ep=1), Case(dp=2, tp=2, ep=2)], ids=str
 )
 def test_r_moe_06_no_two_experts_or_shards_start_equal_and_replicas_do(case: Case) -> None:
-    from modeling.build import build_model
+    from modeling.init import build_model
 
     config = tiny_config()
     alone = dict(build_model(config, mesh=one_rank_mesh(), seed=1234).named_parameters())

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from modeling.execution import Execution
 from modeling.router import GatherMoeRouter, Routing
 from tests.engine_runs import (
     Tensors,
@@ -44,7 +45,7 @@ EVERY_WAY = pytest.mark.parametrize(
 @EVERY_WAY
 def test_r_moe_02_and_03_gradients_and_their_norm_do_not_depend_on_the_strategy(strategy: str, case: Case) -> None:
     """Three clipped steps with both auxiliary losses; a factor of a number of ranks anywhere would be seen."""
-    config = tiny_config(strategy=strategy)
+    config, case = tiny_config(), case._replace(execution=Execution(strategy=strategy))
     state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
     training = Training(num_steps=3, max_grad_norm=0.2, balance_coef=0.1, z_coef=0.01)
     want = plain_training(config, state, batches=batches, training=training)
@@ -59,7 +60,7 @@ def test_r_moe_02_and_03_gradients_and_their_norm_do_not_depend_on_the_strategy(
 def test_r_moe_01_and_09_experts_without_tokens_take_part_in_every_strategy(strategy: str, case: Case) -> None:
     """Half of the sequences go to expert 0 alone, the others to expert 1 alone; experts 2 and 3 get nothing."""
     config, state = two_expert_routing()
-    config.strategy = strategy
+    case = case._replace(execution=Execution(strategy=strategy))
     batch, training = two_class_batch(first_class_first=True), Training(num_steps=2)
     want = plain_training(config, state, batches=[batch], training=training)
     got = train(config, state, case, batches=[batch], training=training)
@@ -90,7 +91,8 @@ def _padded(rank: int, world_size: int, config: Any, state: Tensors, case: Case)
     ids=str,
 )
 def test_r_moe_11_padding_is_not_routed_in_any_strategy(strategy: str, case: Case) -> None:
-    config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01, strategy=strategy)
+    config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
+    case = case._replace(execution=Execution(strategy=strategy))
     state = full_state(config)
     want, want_grads = one_process_pass(config, state, padded_batch(pad_with_a_real_token=True)[2])
     by_rank = run_ranks(_padded, case.dp * case.tp, config, state, case)
@@ -118,7 +120,6 @@ def _router_types(rank: int, world_size: int, config: Any, state: Tensors, case:
 
 @pytest.mark.parametrize(("strategy", "ep"), [("gather_weights", 1), ("all_to_all", 2)])
 def test_r_moe_10_a_bf16_engine_routes_in_float32_in_every_strategy(strategy: str, ep: int) -> None:
-    config = tiny_config(strategy=strategy)
-    case = Case(tp=2, ep=ep, stage=2, bf16=True)
+    config, case = tiny_config(), Case(tp=2, ep=ep, stage=2, bf16=True, execution=Execution(strategy=strategy))
     for seen in run_ranks(_router_types, 2, config, full_state(config), case):
         assert seen == [{torch.float32}] * 2

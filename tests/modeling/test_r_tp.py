@@ -10,12 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling import loss as loss_file
+from modeling.comm import Chunks
 from modeling.layout import LayoutRequest, ParallelLayout, check_layout
-from modeling.loss import Vocabulary, vocab_parallel_losses
 from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
-from modeling.transfers import Chunks
+from modeling.vocabulary import Vocabulary, vocab_parallel_losses
 from tests.engine_runs import (
     Training,
     accumulate,
@@ -57,9 +56,8 @@ def test_r_tp_01_replicated_parameters_stay_equal_under_adam_in_bf16() -> None:
 
 
 def _check_replicas(rank: int, world_size: int, case: Case, broken: tuple[str, int] | None) -> str | None:
-    from recipe.checkpoint.native import full_precision_shard
+    from recipe.checkpoint.native import check_replicas, full_precision_shard
     from recipe.shared.ranks import TorchRanks
-    from recipe.train.replicas import check_replicas
 
     config = tiny_config(qk_norm="head")
     engine = start(config, full_state(config), case)
@@ -145,7 +143,7 @@ def _vocabulary_gradients(rank: int, world_size: int, chunk_bytes: int) -> bool:
     part = weight_VD.chunk(world_size)[rank]
     vocabulary = Vocabulary(rank * 5, 5, dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_file, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(vocabulary, "CHUNK_BYTES", chunk_bytes)
         for x_TD in (torch.eye(6), torch.randn(6, 6, generator=generator)):
             whole_TD, whole_VD = x_TD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
             logits_TV = whole_TD @ whole_VD.t()
@@ -154,7 +152,7 @@ def _vocabulary_gradients(rank: int, world_size: int, chunk_bytes: int) -> bool:
             want.backward()
             x_tD = x_TD.chunk(world_size)[rank].clone().requires_grad_()
             weight_vD = part.clone().requires_grad_()
-            chunks = Chunks(1, False, len(x_tD), dist.group.WORLD)
+            chunks = Chunks(len(x_tD), dist.group.WORLD)
             got = vocab_parallel_losses(x_tD, weight_vD, targets_T, vocabulary=vocabulary, chunks=chunks)
             got.total.backward()
             assert x_tD.grad is not None

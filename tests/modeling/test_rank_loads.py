@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from modeling.experts import GatherMoeExperts
+from modeling.auxiliary import RankLoads, rank_loads
+from modeling.copies import choose_holders
+from modeling.execution import Execution
 from modeling.layout import ParallelLayout
-from modeling.mesh import ParallelMesh, one_rank_mesh
-from modeling.rank_loads import RankLoads, rank_loads
-from modeling.resident import choose_holders
+from modeling.mesh import ParallelMesh
 from tests.parity import Case as TrainingCase
 from tests.parity import full_state, make_micro_batches, start_engine, tiny_config
 from tests.ranks import run_ranks
@@ -19,8 +18,7 @@ from tests.ranks import run_ranks
 def loads_of(counts: torch.Tensor, *, ep: int, num_tokens: int = 100, **options: Any) -> RankLoads:
     config = tiny_config(num_experts=counts.shape[1], **options)
     mesh = ParallelMesh(layout=ParallelLayout(tp=ep, ep=ep), rank=0, tp_group=None, dp_group=None, kv_group=None)
-    layers = [nn.ModuleList([GatherMoeExperts(config, mesh=mesh)]) for _ in counts]
-    return rank_loads(counts, layers=layers, config=config, num_tokens=num_tokens)
+    return rank_loads(counts, copies=[], config=config, mesh=mesh, num_tokens=num_tokens)
 
 
 def test_without_copies_the_busiest_rank_has_all_rows_of_its_experts() -> None:
@@ -44,17 +42,14 @@ def test_a_capacity_drops_rows_before_ranks_have_them() -> None:
 
 def test_every_rank_is_as_busy_as_the_others_where_all_hold_slices() -> None:
     assert not loads_of(torch.ones(1, 8), ep=1).slowest_L.numel()
-    config = tiny_config(num_experts=8)
-    layer = nn.ModuleList([GatherMoeExperts(config, mesh=one_rank_mesh())])
-    assert not rank_loads(torch.ones(1, 8), layers=[layer], config=config, num_tokens=4).slowest_L.numel()
 
 
 def logged_and_counted(rank: int, world_size: int, accumulation: int) -> tuple[Any, ...]:
     """What two steps' sums say, and what the layers' own calls add up to, once one layer's slots stay empty."""
-    config = tiny_config(resident_experts=1)
-    case = TrainingCase(tp=2, ep=2, accumulation=accumulation)
+    config = tiny_config()
+    case = TrainingCase(tp=2, ep=2, accumulation=accumulation, execution=Execution(resident_experts=1))
     engine = start_engine(config, full_state(config), case)
-    layers = engine.experts_with_copies()
+    layers = engine.model.experts_with_copies
     counted = [0, 0]
 
     def count_rows(module: Any, args: Any, layer: int) -> None:
@@ -70,7 +65,7 @@ def logged_and_counted(rank: int, world_size: int, accumulation: int) -> tuple[A
         batches = make_micro_batches(config, case, step=step, dp_rank=0)
         sums = engine.accumulate(batches, counts=engine.count(batches))
         if not step:
-            empty = [layer.copies.held is None for layer in layers]
+            empty = [layer.held is None for layer in layers]
         logged.append((sums.slowest_L.tolist(), sums.bound_L.tolist(), sums.expert_counts.sum(1).tolist()))
         engine.update(learning_rate=1e-3)
     return empty, counted, logged

@@ -8,30 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.placement import copies_bound, optimal_load
-from modeling.resident import Holders, choose_copies, choose_holders, largest_loads, least_loads, share_rows
-from tests.modeling.test_static_shapes import static_shapes
+from modeling.copies import Holders, choose_copies, choose_holders, largest_loads, least_loads, share_rows
+from tests.moe_layers import copies_bound, count, optimal_load, rho, zipf_routing
+from tests.static_shapes import static_shapes
 
 TOKENS = 16384
-
-
-def zipf_routing(
-    seed: int, *, num_experts: int = 8, num_active: int = 2, skew: float = 1.0, num_tokens: int = TOKENS
-) -> Tensor:
-    """Experts drawn without replacement with probabilities that fall as a power of a shuffled rank: ids [T, A]."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = -skew * torch.arange(1, num_experts + 1, dtype=torch.float64).log()
-    logits = logits[torch.randperm(num_experts, generator=generator)]
-    uniform = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64)
-    return (logits - (-uniform.log()).log()).topk(num_active).indices
-
-
-def count(ids: Tensor, num_experts: int) -> Tensor:
-    return torch.bincount(ids[ids < num_experts], minlength=num_experts)
-
-
-def rho(largest: float, counts: Tensor, num_ranks: int) -> float:
-    return float(largest) * num_ranks / counts.sum().item()
 
 
 def holder_sets(copies: Sequence[Sequence[int]], *, num_experts: int) -> list[int]:

@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from modeling import model as model_module
+from modeling.attention import RotaryTables, rotary_tables, rotate
 from modeling.config import GatherMoeConfig
 from modeling.model import GatherMoeForCausalLM
-from modeling.rope import RotaryTables, rotary_tables, rotate
 from tests.parity import Case, full_state, start_engine, tiny_config
 from tests.ranks import run_ranks
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modeling.mesh import one_rank_mesh
 from modeling.router import (
     GatherMoeRouter,
     RouterStatistics,
@@ -79,7 +80,7 @@ def test_weights_have_the_gradient_of_the_formula() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_r_moe_10_the_router_computes_in_float32_at_least(dtype: torch.dtype) -> None:
     config = tiny_config(num_experts=EXPERTS, num_experts_per_tok=ACTIVE)
-    router = GatherMoeRouter(config).to(dtype)
+    router = GatherMoeRouter(config, mesh=one_rank_mesh()).to(dtype)
     torch.nn.init.normal_(router.weight)
     x = torch.randn(64, 32).to(dtype)
     routing = router(x)
@@ -176,7 +177,7 @@ def test_sigmoid_routing_is_deepseeks() -> None:
         routed_scaling_factor=2.5,
         router_bias=True,
     )
-    ours = GatherMoeRouter(config)
+    ours = GatherMoeRouter(config, mesh=one_rank_mesh())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         ours.weight.copy_(torch.randn(EXPERTS, 32, generator=generator) * 0.3)
@@ -220,14 +221,14 @@ def test_a_bias_moves_the_choice_and_never_the_weights(kind: str) -> None:
 
 
 def test_without_a_bias_there_is_no_such_tensor() -> None:
-    router = GatherMoeRouter(tiny_config())
+    router = GatherMoeRouter(tiny_config(), mesh=one_rank_mesh())
     assert router.e_score_correction_bias is None
     assert list(router.state_dict()) == ["weight"]
 
 
 @pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.half()])
 def test_a_bias_stays_in_float32_when_its_router_does_not(cast: Any) -> None:
-    router = GatherMoeRouter(tiny_config(router_bias=True))
+    router = GatherMoeRouter(tiny_config(router_bias=True), mesh=one_rank_mesh())
     bias = router.e_score_correction_bias
     assert bias is not None
     bias += 0.001 * 1001

@@ -186,8 +186,8 @@ def test_every_rank_holds_a_whole_bias_without_a_gradient() -> None:
 
 
 def _disagree(rank: int, world_size: int) -> None:
+    from recipe.checkpoint.native import check_replicas
     from recipe.shared.ranks import TorchRanks
-    from recipe.train.replicas import check_replicas
 
     engine = start(biased_config(), full_state(biased_config()), Case(tp=2, ep=2, stage=3))
     check_replicas(engine, TorchRanks())
@@ -273,7 +273,7 @@ def test_an_export_in_low_precision_keeps_the_biases_and_so_does_its_reader(tmp_
 
 
 def _load_on(rank: int, world_size: int, config: GatherMoeConfig, case: Case, folder: Path) -> Tensors:
-    from modeling.build import build_model
+    from modeling.init import build_model
     from recipe.hf.load import load_weights
 
     mesh = make_mesh(config, case)

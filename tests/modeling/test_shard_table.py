@@ -11,12 +11,11 @@ import torch
 from transformers.initialization import no_init_weights
 
 from modeling.config import GatherMoeConfig
-from modeling.init import full_shapes, shard_table, stored_tensors
+from modeling.init import cut, full_shapes, join, paste, shard_table, stored_tensors
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.shard_table import FULL_QK_NORM, TABLE, ShardTable
-from modeling.sharding import cut, join, paste
 from recipe.engine.engine import tag_parameters
 from tests.parity import mixed_config, tiny_config
 

@@ -12,12 +12,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from modeling.config import GatherMoeConfig
 from modeling.cost import MoeTraffic
 from modeling.decoder import GatherMoeDecoderLayer, TokenPlace
+from modeling.execution import Execution
 from modeling.init import shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
-from tests.modeling.test_static_shapes import plain_inputs, static_shapes
 from tests.parity import mixed_config
 from tests.recording import Operator, Operators
+from tests.static_shapes import plain_inputs, static_shapes
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +37,9 @@ class Case(NamedTuple):
     def layout(self) -> ParallelLayout:
         return ParallelLayout(dp=WORLD // self.tp, tp=self.tp, ep=self.ep)
 
+    def execution(self, **changes: Any) -> Execution:
+        return Execution(**{"experts_backend": "grouped", "strategy": self.strategy, **changes})
+
     def config(self, **changes: Any) -> GatherMoeConfig:
         """As many heads and experts as ranks share them, slices of experts no thinner than a product of bf16 needs."""
         values = {
@@ -47,8 +51,6 @@ class Case(NamedTuple):
             "moe_intermediate_size": 8 * self.layout.etp,
             "mlp_only_layers": [],
             "max_position_embeddings": BLOCK,
-            "experts_backend": "grouped",
-            "strategy": self.strategy,
         }
         return mixed_config(**(values | changes))
 
@@ -81,17 +83,19 @@ def trace(case: Case, *, rank: int, changes: dict[str, Any]) -> Trace:
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return _trace(case, case.config(**changes))
+        options = dict(changes)
+        qk_norm = {"qk_norm": options.pop("qk_norm")} if "qk_norm" in options else {}
+        return _trace(case, case.config(**qk_norm), case.execution(**options))
     finally:
         torch.set_default_dtype(torch.float32)
         dist.destroy_process_group()
 
 
-def _trace(case: Case, config: GatherMoeConfig) -> Trace:
+def _trace(case: Case, config: GatherMoeConfig, execution: Execution) -> Trace:
     mesh = build_mesh(case.layout, num_key_value_heads=config.num_key_value_heads)
     num_tokens = TOKENS // case.tp
     with FakeTensorMode():
-        block = GatherMoeDecoderLayer(config, layer_idx=1, mesh=mesh)
+        block = GatherMoeDecoderLayer(config, layer_idx=1, mesh=mesh, execution=execution)
         x = torch.randn(num_tokens, HIDDEN, requires_grad=True)
         tokens = mesh.group_rank * num_tokens + torch.arange(num_tokens)
         place = TokenPlace(BATCH, BLOCK, tokens // BLOCK, torch.ones(num_tokens, dtype=torch.bool))
@@ -103,7 +107,8 @@ def _trace(case: Case, config: GatherMoeConfig) -> Trace:
     shapes, want = {"x": tuple(x.grad.shape)}, {"x": (num_tokens, HIDDEN)}
     table = shard_table(config, mesh)
     with FakeTensorMode():
-        whole = dict(GatherMoeDecoderLayer(config, layer_idx=1, mesh=one_rank_mesh()).named_parameters())
+        alone = GatherMoeDecoderLayer(config, layer_idx=1, mesh=one_rank_mesh(), execution=Execution())
+        whole = dict(alone.named_parameters())
     for name, parameter in block.named_parameters():
         assert parameter.grad is not None, name
         shapes[name] = tuple(parameter.grad.shape)

@@ -1,23 +1,19 @@
 """Every strategy, layout and number of active experts, under adversarial routing, against all experts on one rank."""
 
-import functools
 import itertools
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from modeling.build import build_model
-from modeling.dispatch import Dispatch, dispatch
-from modeling.experts import GatherMoeExperts
+from modeling.execution import Execution
+from modeling.init import build_model
 from modeling.layout import ParallelLayout, divisors
 from modeling.mesh import build_mesh, one_rank_mesh
-from modeling.router import Routing, route
-from modeling.shard_table import ShardTable
-from modeling.sharding import cut, join
-from modeling.wire import Wire
 from tests.engine_runs import slow
+from tests.moe_layers import ROUTINGS, choose, join_answer, make_layer, reference
 from tests.parity import (
     Case,
     check_against_referee,
@@ -30,19 +26,7 @@ from tests.parity import (
 )
 from tests.ranks import run_ranks
 
-NUM_TOKENS, NUM_EXPERTS, HIDDEN, WIDTH = 24, 8, 16, 16
 STRATEGIES = ("gather_tokens", "gather_weights", "all_to_all")
-ROUTINGS = ("random", "all to one", "last rank idle", "one expert idle", "ties", "padding")
-
-
-class Answer(NamedTuple):
-    """Output and every gradient, whole tensors."""
-
-    out: Tensor
-    x: Tensor
-    weights: Tensor
-    gate_up: Tensor
-    down: Tensor
 
 
 def valid_layouts(strategy: str, size: int) -> list[int]:
@@ -50,70 +34,8 @@ def valid_layouts(strategy: str, size: int) -> list[int]:
     return {"gather_tokens": divisors(size), "gather_weights": [1], "all_to_all": [size]}[strategy]
 
 
-def make_config(num_active: int, *, backend: str, strategy: str) -> Any:
-    return tiny_config(
-        hidden_size=HIDDEN,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=num_active,
-        moe_intermediate_size=WIDTH,
-        experts_backend=backend,
-        strategy=strategy,
-    )
-
-
-def choose(kind: str, num_active: int) -> tuple[Tensor, Tensor]:
-    """Expert ids [T, A] and weights [T, A] of all tokens."""
-    generator = torch.Generator().manual_seed(num_active)
-    logits = torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator, dtype=torch.float64)
-    if kind == "all to one":
-        logits[:, : NUM_EXPERTS - num_active + 1] -= 100.0
-        logits[:, 2] += 300.0
-    elif kind == "last rank idle":
-        logits[:, -NUM_EXPERTS // 4 :] -= 100.0
-    elif kind == "one expert idle":
-        logits[:, 3] -= 100.0
-    elif kind == "ties":
-        logits[:] = 0.0
-    mask = torch.arange(NUM_TOKENS) % 3 > 0 if kind == "padding" else None
-    routing = route(logits, num_active=num_active, renormalise=True, token_mask_t=mask)
-    return routing.expert_ids_tA, routing.weights_tA
-
-
-def whole_numbers(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, the output's gradient, and both weights."""
-    generator = torch.Generator().manual_seed(9)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return (
-        draw(NUM_TOKENS, HIDDEN),
-        draw(NUM_TOKENS, HIDDEN),
-        draw(NUM_EXPERTS, 2 * WIDTH, HIDDEN) * 0.3,
-        draw(NUM_EXPERTS, HIDDEN, WIDTH) * 0.3,
-    )
-
-
-@functools.cache
-def reference(num_active: int, kind: str, dtype: torch.dtype) -> Answer:
-    """Token by token and expert by expert, by autograd."""
-    x, grad, gate_up, down = (tensor.requires_grad_(i != 1) for i, tensor in enumerate(whole_numbers(dtype)))
-    ids, weights = choose(kind, num_active)
-    weights = weights.to(dtype).detach().requires_grad_()
-    rows = []
-    for token in range(NUM_TOKENS):
-        total = torch.zeros(HIDDEN, dtype=dtype)
-        for slot in range(num_active):
-            expert = int(ids[token, slot])
-            if expert < NUM_EXPERTS:
-                gate, up = (gate_up[expert] @ x[token]).chunk(2)
-                total = total + weights[token, slot] * (down[expert] @ (torch.nn.functional.silu(gate) * up))
-        rows.append(total)
-    out = torch.stack(rows)
-    out.backward(grad)
-    zeros = torch.zeros_like(weights)
-    found = (x.grad, weights.grad if weights.grad is not None else zeros, gate_up.grad, down.grad)
-    return Answer(out.detach(), *found)
+def one_answer(mesh: Any, execution: Execution, num_active: int, kind: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return make_layer(mesh, *choose(kind, num_active), execution=execution, dtype=dtype).run()
 
 
 def sharded_answers(rank: int, world_size: int, backend: str, dtype: torch.dtype) -> dict[Any, Any]:
@@ -123,44 +45,11 @@ def sharded_answers(rank: int, world_size: int, backend: str, dtype: torch.dtype
         layouts = [ParallelLayout(tp=world_size, ep=ep) for ep in divisors(world_size)]
         meshes = {layout.ep: build_mesh(layout, num_key_value_heads=2) for layout in layouts}
     answers = {}
-    wire = Wire(overlap=True, num_chunks=2, regather=True, sum_dtype=None)
     for strategy, num_active, kind in itertools.product(STRATEGIES, (1, 2, 3, 8), ROUTINGS):
+        execution = Execution(strategy=strategy, experts_backend=backend, overlap=True, overlap_chunks=2, regather=True)
         for ep in valid_layouts(strategy, world_size):
-            key = (strategy, num_active, kind, ep)
-            answers[key] = one_answer(meshes[ep], wire, strategy, num_active, kind, backend, dtype)
+            answers[strategy, num_active, kind, ep] = one_answer(meshes[ep], execution, num_active, kind, dtype)
     return answers
-
-
-def one_answer(
-    mesh: Any, wire: Wire, strategy: str, num_active: int, kind: str, backend: str, dtype: torch.dtype
-) -> Any:
-    size, rank = mesh.layout.tp, mesh.group_rank
-    table = ShardTable(mesh.layout, 2, "none")
-    x, grad, gate_up, down = whole_numbers(dtype)
-    experts = GatherMoeExperts(make_config(num_active, backend=backend, strategy=strategy), mesh=mesh).to(dtype)
-    for name, whole in (("gate_up_proj", gate_up), ("down_proj", down)):
-        shard = table.shard(f"model.layers.0.mlp.experts.{name}", tuple(whole.shape), group_rank=rank)
-        experts.get_parameter(name).data.copy_(cut(whole, shard))
-    ids, weights = choose(kind, num_active)
-    here = slice(rank * NUM_TOKENS // size, (rank + 1) * NUM_TOKENS // size)
-    x_tD, weights_tA = x[here].requires_grad_(), weights.to(dtype)[here].detach().requires_grad_()
-    routing = Routing(torch.empty(0), ids[here], weights_tA)
-    out, _ = dispatch(Dispatch(x_tD, lambda: routing, experts, mesh, wire), strategy=strategy)
-    out.backward(grad[here])
-    return out.detach(), x_tD.grad, weights_tA.grad, experts.gate_up_proj.grad, experts.down_proj.grad
-
-
-def join_answer(by_rank: list[Any], layout: ParallelLayout) -> Answer:
-    table = ShardTable(layout, 2, "none")
-    rows = [torch.cat([answer[i] for answer in by_rank]) for i in range(3)]
-    shapes = {"gate_up_proj": (NUM_EXPERTS, 2 * WIDTH, HIDDEN), "down_proj": (NUM_EXPERTS, HIDDEN, WIDTH)}
-    whole = []
-    for i, (name, shape) in enumerate(shapes.items(), start=3):
-        shards = [
-            table.shard(f"model.layers.0.mlp.experts.{name}", shape, group_rank=rank) for rank in range(layout.tp)
-        ]
-        whole.append(join([(answer[i], shard) for answer, shard in zip(by_rank, shards, strict=True)]))
-    return Answer(*rows, *whole)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -189,12 +78,12 @@ def bitwise_differences(rank: int, world_size: int, backend: str, dtype: torch.d
     """Where overlap changes any bit of an output or gradient, cut in the same number of chunks."""
     different = []
     for strategy, ep in (("gather_tokens", world_size), ("gather_tokens", 1), ("gather_weights", 1)):
+        combine_dtype = "float32" if strategy == "gather_tokens" else "auto"
+        plain = Execution(strategy=strategy, experts_backend=backend, combine_dtype=combine_dtype)
         mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
         for num_chunks, regather, kind in itertools.product((1, 3), (False, True), ("random", "last rank idle")):
-            found = []
-            for overlap in (False, True):
-                wire = Wire(overlap, num_chunks, regather, torch.float32)
-                found.append(one_answer(mesh, wire, strategy, 2, kind, backend, dtype))
+            execution = replace(plain, overlap_chunks=num_chunks, regather=regather)
+            found = [one_answer(mesh, replace(execution, overlap=o), 2, kind, dtype) for o in (False, True)]
             if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
                 different.append(f"{strategy} ep={ep} {num_chunks} chunks, {regather=}, {kind}")
     return different
@@ -213,8 +102,9 @@ def test_overlap_changes_no_bit(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("strategy", "ep"), [("gather_tokens", 2), ("gather_weights", 1), ("all_to_all", 2)])
 def test_training_matches_one_plain_process_with_every_strategy(strategy: str, ep: int, stage: int) -> None:
-    case = Case(dp=2, tp=2, ep=ep, stage=stage, accumulation=3, checkpointing=stage == 3)
-    config = mixed_config(strategy=strategy, overlap=True, overlap_chunks=2)
+    execution = Execution(strategy=strategy, overlap=True, overlap_chunks=2)
+    case = Case(dp=2, tp=2, ep=ep, stage=stage, accumulation=3, checkpointing=stage == 3, execution=execution)
+    config = mixed_config()
     state = full_state(config)
     got = join_ranks(run_ranks(our_run, 4, config, state, case), config, case)
     check_against_referee(got, referee_run(config, state, case))
@@ -234,9 +124,11 @@ def losses_over_mixed_lengths(
 ) -> tuple[list[float], set[str]]:
     """Plain AdamW in float64 on a model shared by two ranks; the strategies that its layers took."""
     torch.manual_seed(0)
-    config = tiny_config(strategy=strategy, **SMALL)
-    mesh = build_mesh(ParallelLayout(tp=world_size, ep=1), num_key_value_heads=2)
-    model = build_model(config, mesh=mesh, seed=3, dtype=torch.float64)
+    mesh, execution = (
+        build_mesh(ParallelLayout(tp=world_size, ep=1), num_key_value_heads=2),
+        Execution(strategy=strategy),
+    )
+    model = build_model(tiny_config(**SMALL), mesh=mesh, execution=execution, seed=3, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, taken = [], set()
     for step in range(num_steps):
@@ -263,9 +155,9 @@ def test_switching_strategies_by_length_gives_the_curve_of_either_alone() -> Non
 
 def worst_step_from_the_same_state(rank: int, world_size: int, num_steps: int) -> float:
     """Of all steps in float32, the largest difference that the strategy makes to a loss or a gradient."""
-    config = tiny_config(strategy="gather_tokens", overlap=True, overlap_chunks=2, **SMALL)
     mesh = build_mesh(ParallelLayout(tp=world_size, ep=1), num_key_value_heads=2)
-    model = build_model(config, mesh=mesh, seed=3)
+    execution = Execution(overlap=True, overlap_chunks=2)
+    model = build_model(tiny_config(**SMALL), mesh=mesh, execution=execution, seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     worst = 0.0
     for step in range(num_steps):

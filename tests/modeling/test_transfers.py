@@ -8,19 +8,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modeling.cost import LINKS, MAX_CHUNKS, choose_num_chunks
-from modeling.gathered_linear import Gathering, gather_linear, linear_scatter
-from modeling.transfers import (
+from modeling.comm import (
     Chunks,
     GatherInChunks,
-    KeptChunks,
     ScatterInChunks,
     Transfer,
-    one_chunk,
+    cut_in_chunks,
     start_gather,
     start_scatter,
+    tokens_again,
 )
-from modeling.wire import Wire
+from modeling.cost import LINKS, MAX_CHUNKS, choose_num_chunks
+from modeling.execution import Execution
+from modeling.linear import gather_linear, linear_scatter
 from tests.ranks import run_ranks
 
 TOKENS, HIDDEN = 7, 4  # per rank; 7 tokens do not divide into 2 or 3 chunks
@@ -34,7 +34,7 @@ def everyones(world_size: int, *shape: int, dtype: torch.dtype = torch.float64) 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 7])
 def test_chunks_cover_every_token_once(num_chunks: int) -> None:
-    chunks = Chunks(num_chunks, False, TOKENS, None)
+    chunks = Chunks(TOKENS, None, num_chunks, False)
     tokens = torch.arange(TOKENS)
     parts = [tokens[chunks.rows(k)] for k in range(num_chunks)]
     assert torch.equal(torch.cat(parts), tokens)
@@ -42,7 +42,7 @@ def test_chunks_cover_every_token_once(num_chunks: int) -> None:
 
 
 def _orders(rank: int, world_size: int, num_chunks: int) -> None:
-    chunks = Chunks(num_chunks, False, TOKENS, dist.group.WORLD)
+    chunks = Chunks(TOKENS, dist.group.WORLD, num_chunks, False)
     rows = torch.arange(world_size * TOKENS)
     ordered = chunks.to_chunk_order(rows)
     assert torch.equal(chunks.to_token_order(ordered), rows)
@@ -54,14 +54,14 @@ def _orders(rank: int, world_size: int, num_chunks: int) -> None:
 
 def _gathers_and_scatters(rank: int, world_size: int, num_chunks: int, overlap: bool) -> None:
     _orders(rank, world_size, num_chunks)
-    chunks = Chunks(num_chunks, overlap, TOKENS, dist.group.WORLD)
+    chunks = Chunks(TOKENS, dist.group.WORLD, num_chunks, overlap)
     rows = everyones(world_size, TOKENS, HIDDEN)
     whole = torch.cat(rows)
     gather = GatherInChunks(rows[rank], chunks)
     for k in range(num_chunks):
         assert torch.equal(gather.chunk(k), chunks.pick(whole, k))
     assert torch.equal(gather.all(), chunks.to_chunk_order(whole))
-    assert torch.equal(KeptChunks(gather.all(), chunks).chunk(num_chunks - 1), gather.chunk(num_chunks - 1))
+    assert torch.equal(tokens_again(gather.all(), chunks).chunk(num_chunks - 1), gather.chunk(num_chunks - 1))
     assert torch.equal(GatherInChunks(rows[rank], chunks).all(), chunks.to_chunk_order(whole))
     partials = everyones(world_size, world_size * TOKENS, HIDDEN)
     scatter = ScatterInChunks(torch.empty(TOKENS, HIDDEN, dtype=torch.float64), chunks)
@@ -108,14 +108,14 @@ def _products(rank: int, world_size: int, num_chunks: int, overlap: bool, regath
     x, in_weights = everyones(world_size, TOKENS, HIDDEN), everyones(2 * world_size, 3, HIDDEN)
     y, out_weights = everyones(1, world_size * TOKENS, 3 * world_size)[0], everyones(world_size, HIDDEN, 3)
     grad_in, grad_out = everyones(2 * world_size, world_size * TOKENS, 3), everyones(world_size, TOKENS, HIDDEN)
-    chunks = Chunks(num_chunks, overlap, TOKENS, dist.group.WORLD)
+    chunks = Chunks(TOKENS, dist.group.WORLD, num_chunks, overlap, regather)
 
     whole_x = torch.cat(x).requires_grad_()
     want = [whole_x @ w.requires_grad_().t() for w in in_weights]
     torch.autograd.backward(want, grad_in)
     mine_x, mine = x[rank].clone().requires_grad_(), slice(2 * rank, 2 * rank + 2)
     weights = [w.detach().clone().requires_grad_() for w in in_weights[mine]]
-    got = gather_linear(mine_x, weights, gathering=Gathering(chunks, regather))
+    got = gather_linear(mine_x, weights, chunks=chunks)
     torch.autograd.backward(got, grad_in[mine])
     torch.testing.assert_close(got, want[mine])
     torch.testing.assert_close([w.grad for w in weights], [w.grad for w in in_weights[mine]])
@@ -160,13 +160,13 @@ class Watch(TorchDispatchMode):
 
 def _order_of_events(rank: int, _: int, overlap: bool, frozen: bool) -> list[str]:
     """Of both products in two chunks, forward and backward."""
-    chunks = Chunks(2, overlap, TOKENS, dist.group.WORLD)
+    chunks = Chunks(TOKENS, dist.group.WORLD, 2, overlap, regather=True)
     x = torch.ones(TOKENS, HIDDEN).requires_grad_()
     weights = [torch.ones(shape).requires_grad_(not frozen) for shape in ((3, HIDDEN), (HIDDEN, 3))]
     finish = Transfer.finish
     with pytest.MonkeyPatch.context() as patch, Watch() as watch:
         patch.setattr(Transfer, "finish", lambda transfer: watch.events.append("finish") or finish(transfer))
-        [out] = gather_linear(x, [weights[0]], gathering=Gathering(chunks, True))
+        [out] = gather_linear(x, [weights[0]], chunks=chunks)
         seen = [watch.take()]
         home = linear_scatter(out, weights[1], chunks=chunks)
         seen.append(watch.take())
@@ -215,18 +215,17 @@ def test_more_chunks_for_more_bytes_and_one_where_more_would_not_pay(device: str
     assert chosen == sorted(chosen)
 
 
-def _wires(rank: int, world_size: int) -> list[Any]:
-    x = torch.empty(2048, 512)
-    nobody = Wire(True, None, False, None).chunks(x[:0], dist.group.WORLD)
-    assert nobody.rows(0) == slice(0, 0)
-    wires = [Wire(False, None, False, None), Wire(True, None, False, None), Wire(True, 5, False, None)]
-    cut = [wire.chunks(x, dist.group.WORLD).num_chunks for wire in wires]
-    few = Wire(True, 5, False, None).chunks(x[:3], dist.group.WORLD).num_chunks
-    return [*cut, few, Wire(True, 5, False, None).chunks(x, None).num_chunks, one_chunk(9).num_chunks]
+def _cut(rank: int, world_size: int) -> list[int]:
+    """Of 2048 tokens without and with overlap, in as many chunks as told, of three tokens, of none, and on one rank."""
+    x, group = torch.empty(2048, 512), dist.group.WORLD
+    five = Execution(overlap=True, overlap_chunks=5)
+    assert cut_in_chunks(x[:0], group, Execution(overlap=True)).rows(0) == slice(0, 0)
+    cut = [cut_in_chunks(x, group, execution) for execution in (Execution(), Execution(overlap=True), five)]
+    cut += [cut_in_chunks(x[:3], group, five), cut_in_chunks(x, None, five)]
+    return [chunks.num_chunks for chunks in cut]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_wire_cuts_by_what_is_sent_or_as_told_and_never_below_a_token(world_size: int) -> None:
+def test_tokens_are_cut_by_what_is_sent_or_as_told_and_never_below_a_token(world_size: int) -> None:
     sent_bytes = (world_size - 1) * 2048 * 512 * 4
-    expected = [1, choose_num_chunks(sent_bytes, device="cpu"), 5, 3, 1, 1]
-    assert run_ranks(_wires, world_size) == [expected] * world_size
+    assert run_ranks(_cut, world_size) == [[1, choose_num_chunks(sent_bytes, device="cpu"), 5, 3, 1]] * world_size

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.dynamic_module_utils import get_imports
 
-from modeling import triton_products
-from modeling.triton_products import (
+from modeling import experts_grouped
+from modeling.experts_grouped import (
     Tile,
     choose_tile,
     fp32_precision,
@@ -262,7 +262,7 @@ def test_float32_is_rounded_to_tf32_only_where_torch_is_told_so(monkeypatch: pyt
 
 def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    triton_products._define_operators.cache_clear()
+    experts_grouped._define_operators.cache_clear()
     with pytest.raises(ValueError, match=r"'triton' .* is not installed; `pip install triton`.*'grouped' or 'loop'"):
         products(problem("one expert", torch.float32))
 
@@ -279,8 +279,8 @@ def test_a_cpu_is_refused_unless_triton_interprets() -> None:
 
 def test_a_checkpoint_with_this_code_loads_without_triton() -> None:
     """transformers refuses to load code whose imports, also those inside functions, are not installed."""
-    for name in ("triton_products", "triton_kernels"):
-        path = triton_products.__file__.replace("triton_products", name)
+    for name in ("experts_grouped", "kernels"):
+        path = experts_grouped.__file__.replace("experts_grouped", name)
         assert "triton" not in get_imports(path)
 
 
@@ -289,13 +289,13 @@ def compile_for(capability: int, dtype: torch.dtype, precision: str) -> dict[str
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from modeling import triton_kernels
+    from modeling import kernels
 
     tile = choose_tile(height=4096, width=4096, dtype=dtype)
     shared_bytes = {}
-    for kernel in (triton_kernels.multiply_rows, triton_kernels.sum_outer):
+    for kernel in (kernels.multiply_rows, kernels.sum_outer):
         known: dict[str, Any] = {"stride_x_in": 1, "stride_weight_in": 1, "stride_grad_out": 1, "WIDEN": False}
-        known |= {"SEGMENTS": 16, "BAND": triton_products.BAND, "PRECISION": precision}
+        known |= {"SEGMENTS": 16, "BAND": experts_grouped.BAND, "PRECISION": precision}
         known |= {"HEIGHT": tile.height, "WIDTH": tile.width, "DEPTH": tile.depth}
         known = {name: value for name, value in known.items() if name in kernel.arg_names}
         pointers = dict.fromkeys(("x_RI", "grad_RO", "weight_eOI", "out_RO", "out_eOI"), f"*{TRITON_NAMES[dtype]}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from modeling.cost import MoeTraffic, choose_strategy, tokens_where_weights_pay
+from modeling.execution import Execution
 from modeling.layout import ParallelLayout, divisors
 from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
@@ -22,10 +23,10 @@ def counted(
     rank: int, world_size: int, strategy: str, ep: int, num_active: int, dtype: Any, options: dict[str, Any]
 ) -> Volume:
     """One forward and backward of the MoE layer, every expert with the same number of tokens."""
-    config = tiny_config(num_experts=8, num_experts_per_tok=num_active, strategy=strategy, **options)
+    config = tiny_config(num_experts=8, num_experts_per_tok=num_active)
     mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
     torch.manual_seed(0)
-    block = GatherMoeSparseBlock(config, mesh=mesh)
+    block = GatherMoeSparseBlock(config, mesh=mesh, execution=Execution(strategy=strategy, **options))
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter)
     block.to(dtype)

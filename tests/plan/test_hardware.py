@@ -12,7 +12,7 @@ from recipe.plan.hardware_file import FORMAT, hardware_as_json, read_hardware
 from recipe.plan.hardware_table import ALIASES, SHEETS, known_names
 from recipe.plan.rates import ATTENTION_BACKWARD_FLOPS, Rates
 from recipe.shared.flops import table_peak
-from recipe.train.records import write_json
+from recipe.shared.json_files import write_json
 from tests.plan_hardware import flat_hardware
 
 NUMBERS = ("memory_bytes", "peak_flops_per_s", "memory_bytes_per_s", "ranks_per_node", "intra", "inter", "launch_s")

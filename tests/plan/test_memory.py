@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from modeling.config import GatherMoeConfig
+from modeling.execution import Execution
 from modeling.init import full_shapes, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, one_rank_mesh
@@ -24,12 +25,11 @@ from recipe.plan.parameters import rank_parameters
 from recipe.plan.zero3_fetches import ONCE, Thresholds
 from recipe.plan.zero3_memory import whole_weights
 from recipe.plan.zero_defaults import DEFAULTS, PLAIN_BUCKET
-from recipe.settings.execution import WireOptions
 from recipe.settings.model import sizes_of
 from recipe.shared.flops import count_parameters, model_flops_per_token
 from tests.parity import TINY, mixed_config, tiny_config
 
-WIRE = WireOptions(overlap=False, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto")
+WIRE = Execution()
 
 
 def job(*, layout: ParallelLayout | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Job:

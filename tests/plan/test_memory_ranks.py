@@ -6,16 +6,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from modeling.build import build_model
 from modeling.config import GatherMoeConfig
+from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.plan.job import Job
 from recipe.plan.memory import predict_memory
-from recipe.settings.execution import WireOptions
 from tests import engine_runs
 from tests.engine_runs import Training
-from tests.parity import Case, tiny_config
+from tests.parity import Case, split_options, tiny_config
 from tests.ranks import run_ranks
 
 MODEL = {
@@ -29,7 +28,6 @@ MODEL = {
     "max_position_embeddings": 1024,
 }
 NUM_SEQUENCES, BLOCK_SIZE, BUCKET = 4, 512, 100_000
-WIRE = ("overlap", "overlap_chunks", "regather", "token_dtype", "combine_dtype")
 
 
 class Peak(NamedTuple):
@@ -50,21 +48,21 @@ class Measured(NamedTuple):
 
 
 def config_of(measured: Measured) -> GatherMoeConfig:
-    return tiny_config(**(MODEL | measured.model))
+    return tiny_config(**(MODEL | split_options(measured.model)[0]))
 
 
 def job_of(measured: Measured, *, rho: float = 1.0, device: str = "cpu") -> Job:
     """The same step as the planner has it; `rho` is the first rank's load over the mean."""
-    config, case = config_of(measured), measured.case
+    case, (changes, execution) = measured.case, split_options(measured.model)
     return Job(
-        model=MODEL | {"num_hidden_layers": 2, "num_experts_per_tok": 2, "qk_norm": "none"} | measured.model,
+        model=MODEL | {"num_hidden_layers": 2, "num_experts_per_tok": 2, "qk_norm": "none"} | changes,
         layout=ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep),
         num_sequences=measured.num_sequences,
         block_size=measured.block_size,
         accumulation=case.accumulation,
-        strategy=config.strategy,
-        wire=WireOptions(**{name: getattr(config, name) for name in WIRE}),
-        experts_backend="loop" if config.experts_backend == "auto" else config.experts_backend,
+        strategy=execution.strategy,
+        wire=execution,
+        experts_backend="loop" if execution.experts_backend == "auto" else execution.experts_backend,
         zero={"stage": case.stage, "reduce_bucket_size": BUCKET, **measured.zero},
         precision="bf16" if case.bf16 else "fp32",
         recompute=case.checkpointing,
@@ -84,7 +82,8 @@ def measure(rank: int, world_size: int, measured: Measured) -> Peak:
     num_sequences = measured.num_sequences * case.dp * case.accumulation
     adam = OptimizerOptions(learning_rate=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1, max_grad_norm=1.0)
     with memory:
-        model = build_model(config, mesh=engine_runs.make_mesh(config, case), seed=0)
+        mesh, (_, execution) = engine_runs.make_mesh(config, case), split_options(measured.model)
+        model = build_model(config, mesh=mesh, execution=execution, seed=0)
         if case.checkpointing:
             model.gradient_checkpointing_enable()
         zero = {"reduce_bucket_size": BUCKET, **measured.zero}

@@ -16,7 +16,7 @@ from modeling.model import GatherMoeForCausalLM
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.plan.memory import moments
 from recipe.plan.model_traffic import HEAD_CHUNK_BYTES
-from tests.parity import Case
+from tests.parity import Case, split_options
 from tests.plan.test_memory_ranks import Measured, config_of, job_of
 
 pytestmark = pytest.mark.slow
@@ -42,9 +42,9 @@ def fake_peak(measured: Measured, *, device: str) -> int:
     try:
         layout = ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)
         mesh = build_mesh(layout, num_key_value_heads=config.num_key_value_heads)
-        chunk_bytes = patch("modeling.loss.CHUNK_BYTES", HEAD_CHUNK_BYTES[device])
+        chunk_bytes = patch("modeling.vocabulary.CHUNK_BYTES", HEAD_CHUNK_BYTES[device])
         with chunk_bytes, FakeTensorMode(), LiveMemory() as memory:
-            model = GatherMoeForCausalLM(config, mesh=mesh).train()
+            model = GatherMoeForCausalLM(config, mesh=mesh, execution=split_options(measured.model)[1]).train()
             if case.checkpointing:
                 model.gradient_checkpointing_enable()
             memory.name(model.parameters(), kind="weights")

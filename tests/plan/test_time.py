@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from recipe.plan.hardware import find_hardware
 from recipe.plan.hardware_values import Link
@@ -18,7 +19,6 @@ from recipe.plan.step_time import TimePlan, mfu, predict_time
 from recipe.plan.traffic import planned_traffic
 from recipe.plan.wire_time import Ring, call_seconds, ring_of
 from recipe.plan.zero_overlap import describe_overlap
-from recipe.settings.execution import WireOptions
 from recipe.shared.flops import model_flops_per_token
 from tests.plan_hardware import flat_hardware
 
@@ -40,9 +40,7 @@ MODEL: dict[str, Any] = {
     "norm_topk_prob": True,
     "rms_norm_eps": 1e-6,
 }
-WIRE = WireOptions(
-    overlap=True, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto", resident_experts=0
-)
+WIRE = Execution(overlap=True)
 
 
 def job(*, dp: int = 1, tp: int = 1, ep: int = 1, overlap: bool = True, **changes: Any) -> Job:

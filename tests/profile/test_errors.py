@@ -35,7 +35,7 @@ def test_traces_become_a_page_a_file_and_a_few_lines(tmp_path: Path, capfd: pyte
     traces, out = write_gpu_traces(tmp_path / "traces"), tmp_path / "new" / "out"
     code, said = profile(capfd, traces, "--out", out, "--link_bytes_per_s", "40e6")
     assert code == 0
-    assert said.startswith("a step takes 1 ms on the slowest of 2 ranks: work 400 us, exposed transfers 250 us")
+    assert said.startswith("a step takes 1.00 ms on the slowest of 2 ranks: work 400 µs, exposed transfers 250 µs")
     assert f"wrote {out / 'profile.html'}" in said
     code, printed = profile(capfd, traces / "trace-1.json.gz", traces / "trace-0.json.gz", "--out", out, "--json")
     assert json.loads(printed) == json.loads((out / "profile.json").read_text())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from modeling.build import build_model
+from modeling.init import build_model
 from modeling.mesh import one_rank_mesh
 from recipe.plan.job import job_of
 from recipe.plan.traffic import planned_traffic
@@ -21,7 +21,8 @@ from recipe.profile.trace_file import find_traces, read_traces
 from recipe.profile.transfers import Links
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
-from recipe.settings.resolve import WorldInfo, load_ds_config, resolve_config
+from recipe.settings.resolve import WorldInfo, resolve_config
+from recipe.settings.sources import load_deepspeed_json
 from recipe.shared.errors import RanksFailedError
 from recipe.shared.ranks import OneRank
 from recipe.shared.scopes import Scope, ranks_name, read_ranks, read_scope, scope_name
@@ -209,7 +210,7 @@ def assert_traffic_is_planned(summary: Summary, flags: Flags) -> None:
     arguments = parse_arguments([f"--{name}={value}" for name, value in flags.items()])
     model = read_model(arguments).kwargs
     ranks = WorldInfo(world_size=2, local_world_size=2, device="cpu", compute_capability=None)
-    ds_config = load_ds_config(arguments.ds_config)
+    ds_config = load_deepspeed_json(arguments.ds_config)
     settings = resolve_config(arguments, ds_config=ds_config, ranks=ranks, sizes=sizes_of(model))
     job = job_of(settings, model=model, recompute=True, device="cpu")
     planned, seen = planned_traffic(job), summary.transfers

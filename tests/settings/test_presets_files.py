@@ -181,7 +181,7 @@ def read_with_weights(rope: dict[str, Any], folder: Path, **overrides: Any) -> G
 def test_a_longer_context_leaves_the_rotary_embedding_of_weights_as_it_was(kind: str, tmp_path: Path) -> None:
     import torch
 
-    from modeling.rope import rotary_tables
+    from modeling.attention import rotary_tables
 
     positions = torch.arange(64)[None]
     short, long = (

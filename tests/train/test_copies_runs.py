@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from modeling.execution import Execution
 from recipe.checkpoint.expert_counts import NAME, read_expert_counts
 from recipe.cli import main
 from tests.checkpoint.test_resume import check_resume
@@ -97,9 +99,9 @@ def test_without_whole_experts_nothing_is_said_of_ranks(tmp_path: Path) -> None:
     assert not {"rank_rho", "rank_rho_bound"} & set(line)
 
 
-def test_a_native_folder_says_nothing_of_copies() -> None:
+def test_a_native_folder_says_nothing_of_how_it_was_trained() -> None:
     from recipe.hf.config import NATIVE, SpecialTokens, config_dict
 
-    config = mixed_config(qk_norm="none", resident_experts=1)
+    config = mixed_config(qk_norm="none")
     values = config_dict(config, model_type=NATIVE, dtype="float32", tokens=SpecialTokens(None, None, None))
-    assert values["resident_experts"] == 0
+    assert not {option.name for option in fields(Execution)} & set(values)

@@ -42,9 +42,9 @@ def test_one_more_than_is_kept_is_there_while_saving(
 def _sizes(rank: int, world_size: int, cases: list[Case], folder: Path) -> list[Any]:
     """Per case: the estimate before anything was trained, and after a step."""
     from recipe.checkpoint.native import save_native
-    from recipe.checkpoint.size_estimate import estimate_size
     from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.shared.ranks import TorchRanks
+    from recipe.train.disk_room import estimate_size
     from tests.hf.test_r_ckpt import FakeTokenizer
 
     config = tiny_config(hidden_size=128, moe_intermediate_size=256, vocab_size=999, head_dim=32, num_hidden_layers=1)

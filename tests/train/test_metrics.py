@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modeling.outputs import TokenSums
+from modeling.auxiliary import TokenSums
 from recipe.train.metrics import (
     StepMeter,
     StepState,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from modeling.config import GatherMoeConfig
-from modeling.init import shard_table, stored_tensors
+from modeling.execution import Execution
+from modeling.init import join, shard_table, stored_tensors
 from modeling.layout import ParallelLayout
-from modeling.sharding import join
-from recipe.train.move_experts import move_experts, renumber
+from recipe.train.expert_placement import move_experts, renumber
 from tests.parity import LEARNING_RATE, Case, full_state, make_micro_batches, mixed_config, start_engine
 from tests.ranks import run_ranks
 
@@ -88,13 +88,16 @@ def whole(by_rank: list[dict[str, Tensor]], config: GatherMoeConfig, case: Case)
     return joined | {name: tensor for name, tensor in by_rank[0].items() if name not in joined}
 
 
+COPIES = Execution(resident_experts=1)
+
+
 @pytest.mark.parametrize(
     ("case", "options"),
     [
         (Case(tp=2, ep=2, stage=2), {"router_bias": True, "balance_bias_update_rate": 0.01}),
-        pytest.param(Case(tp=2, ep=2, stage=0), {"resident_experts": 1}, marks=pytest.mark.slow),
+        pytest.param(Case(tp=2, ep=2, stage=0, execution=COPIES), {}, marks=pytest.mark.slow),
         pytest.param(Case(dp=2, tp=2, ep=2, stage=1, accumulation=3), {}, marks=pytest.mark.slow),
-        pytest.param(Case(dp=2, tp=2, ep=2, stage=2), {"resident_experts": 1}, marks=pytest.mark.slow),
+        pytest.param(Case(dp=2, tp=2, ep=2, stage=2, execution=COPIES), {}, marks=pytest.mark.slow),
         pytest.param(Case(tp=4, ep=2, stage=1), {}, marks=pytest.mark.slow),
         pytest.param(Case(dp=2, tp=2, ep=2, stage=3, bf16=True), {}, marks=pytest.mark.slow),
         pytest.param(Case(dp=2, tp=2, ep=2, stage=1, bf16=True), {}, marks=pytest.mark.slow),

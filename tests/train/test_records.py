@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.presets import PRESETS
+from recipe.train.log import MetricsWriter, ProgressBar, describe_evaluation, describe_step
 from recipe.train.metrics import EvalRecord, StepRecord
 from recipe.train.prepare import request_faults
-from recipe.train.records import MetricsWriter, ProgressBar, describe_evaluation, describe_step, write_json
 
 REQUIRED_KEYS = {
     "step",
@@ -144,21 +143,6 @@ def test_tensorboard_that_is_not_installed_is_found_before_a_run_begins(monkeypa
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     _write(tmp_path, [_record(1, loss=math.nan, rho=(math.inf, 1.0))])
     assert (_lines(tmp_path)[0]["loss"], _lines(tmp_path)[0]["rho"]) == (None, [None, 1.0])
-
-
-def test_json_files_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "run.json"
-    write_json(path, {"layout": [1, 2], "loss": math.inf})
-    assert json.loads(path.read_text()) == {"layout": [1, 2], "loss": None}
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_json(path, {"layout": "new"})
-    assert json.loads(path.read_text())["layout"] == [1, 2]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_the_bar_shows_step_loss_speed_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
