@@ -75,9 +75,7 @@ class ModelSizes:
 
 
 # Sizes that are settings of the same name.
-_SIZES_OF_SETTINGS = tuple(
-    f.name for f in fields(ModelSizes) if f.name not in ("intermediate_size", "dense_layers")
-)
+_SIZES_OF_SETTINGS = tuple(f.name for f in fields(ModelSizes) if f.name not in ("intermediate_size", "dense_layers"))
 
 
 def _setting(rule: Rule, default: Any = None, *, needed: bool = False) -> Any:
