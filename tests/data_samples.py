@@ -115,7 +115,8 @@ def encode_row(
     """The ids of a row of chat data, and which of them are trained on."""
     encoder = RowEncoder(tokenizer, data_format=DataFormat(name, train_on, "whole", ""))
     ids, trained = encoder.encode([encoder.render(Row("rows.jsonl", "rows.jsonl, line 7", lambda: fields))])[0]
-    assert (ids.dtype, trained.dtype) == (np.int64, np.bool_)
+    assert ids.dtype == np.int64
+    assert trained.dtype == np.bool_
     return ids.tolist(), trained.tolist()
 
 

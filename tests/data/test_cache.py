@@ -1,6 +1,7 @@
 """Tokenised data is kept and found again for the same settings, where the user says, and a damaged cache is named."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_the_cache_lies_where_the_user_says_or_in_their_cache_folder(monkeypatch
     [("tokens", 2, "46 bytes and should have 48"), ("trained", 1, "23 bytes and should have 24")],
 )
 def test_a_damaged_cache_is_named_and_can_be_rebuilt(tmp_path: Path, name: str, cut: int, message: str) -> None:
-    chosen = {
+    chosen: dict[str, Any] = {
         "train_file": write_json(tmp_path / "rows.jsonl", [one_turn("w1", "w2")] * 4),
         "tokenizer_name": save_chat_words(tmp_path / "words"),
     }

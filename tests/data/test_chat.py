@@ -215,7 +215,7 @@ def test_a_mask_is_stored_only_where_it_is_needed_and_names_its_own_cache(tmp_pa
         (marked, "auto", "auto"),
         (plain, "responses", "chat"),
     ):
-        chosen = {"tokenizer_name": tokenizer, "train_on": train_on, "data_format": data_format}
+        chosen: dict[str, Any] = {"tokenizer_name": tokenizer, "train_on": train_on, "data_format": data_format}
         caches.append(Path(prepare(tmp_path, train_file=rows, **chosen).report["corpora"][0]["cache"]))
         assert (caches[-1] / "trained.bin").exists() == (train_on != "all")
     assert len(set(caches)) == 3

@@ -22,13 +22,12 @@ from tests.thread_ranks import on_threads
 def test_r_data_07_the_number_of_workers_changes_nothing(tmp_path: Path, num_files: int) -> None:
     for file in range(num_files):
         write_rows(tmp_path / f"part{file}.jsonl", [f"w{(file * 50 + i) % 200} w{i}" for i in range(50)])
-    words = save_words(tmp_path / "words")
+    files, words = str(tmp_path / "part*.jsonl"), save_words(tmp_path / "words")
+    read = partial(prepare, tmp_path, train_file=files, tokenizer_name=words, overwrite_cache=True)
 
     def run(ranks: Ranks, *, num_workers: int, said: list[str]) -> list[int]:
-        files = {"train_file": str(tmp_path / "part*.jsonl"), "tokenizer_name": words, "overwrite_cache": True}
         told = said if ranks.rank == 0 else None
-        data = prepare(tmp_path, ranks=ranks, said=told, preprocessing_num_workers=num_workers, **files)
-        return all_tokens(data.train)
+        return all_tokens(read(ranks=ranks, said=told, preprocessing_num_workers=num_workers).train)
 
     seen = []
     for num_workers in (1, 2, 4):
@@ -71,7 +70,7 @@ def test_only_the_first_files_with_skipped_documents_are_listed(tmp_path: Path) 
 
 
 def _read_invalid(rank: int, world_size: int, folder: Path, *, skip: bool) -> Any:
-    chosen = {"train_file": str(folder / "a.jsonl"), "tokenizer_name": str(folder / "words")}
+    chosen: dict[str, Any] = {"train_file": str(folder / "a.jsonl"), "tokenizer_name": str(folder / "words")}
     try:
         data = prepare(folder, ranks=TorchRanks(), skip_invalid_text=skip, **chosen)
     except ValueError as error:

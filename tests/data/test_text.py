@@ -148,23 +148,20 @@ def test_the_manifest_follows_the_content(tmp_path: Path) -> None:
     assert corpus_of(path).manifest != before
 
 
-def test_the_embedded_corpus_is_the_standard_library() -> None:
+def test_the_embedded_corpus_is_the_standard_library_without_other_encodings(tmp_path: Path) -> None:
     corpus = embedded_corpus()
     assert corpus.manifest == embedded_corpus().manifest
     assert list(corpus.files) == sorted(corpus.files)
     assert len(corpus.files) > 300
     assert not any("site-packages" in file or "/test/" in file for file in corpus.files)
     assert "".join(next(corpus.read()).pieces) == Path(corpus.files[0]).read_text("utf-8")
-
-
-def test_the_embedded_corpus_leaves_out_other_encodings_and_needs_source(tmp_path: Path) -> None:
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     with pytest.raises(ValueError, match=r"no standard library in source form under .*; name a corpus with"):
         embedded_corpus(tmp_path)
     (tmp_path / "good.py").write_text("pass\n")
-    corpus = embedded_corpus(tmp_path)
-    assert corpus.files == (str(tmp_path / "good.py"),)
-    assert corpus.manifest != embedded_corpus().manifest
+    small = embedded_corpus(tmp_path)
+    assert small.files == (str(tmp_path / "good.py"),)
+    assert small.manifest != corpus.manifest
 
 
 def test_a_trained_tokenizer_reads_back_any_text(tmp_path: Path) -> None:
@@ -209,6 +206,8 @@ def test_r_data_06_a_tokenizer_without_eos_names_the_option(tmp_path: Path) -> N
         read()
     with pytest.raises(ValueError, match="--eos_token '<end>' is not in the vocabulary of"):
         read(eos_token="<end>")
+    with pytest.raises(ValueError, match=r"the tokenizer '.*nowhere' cannot be loaded"):
+        load_tokenizer(tmp_path / "nowhere")
     data = read(eos_token="<bos>")
     assert all_tokens(data.train) == [10, 11, 12, 13]
     assert data.tokenizer.eos_token_id == BOS_ID
@@ -231,8 +230,3 @@ def test_an_encoder_leaves_the_tokenizer_as_it_was() -> None:
     assert (tokenizer.backend_tokenizer.to_str(), tokenizer("w1 <eos> w2")["input_ids"]) == before
     assert encoder.identity == TextEncoder(word_tokenizer()).identity
     assert encoder.identity != TextEncoder(word_tokenizer(bos=True)).identity
-
-
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the tokenizer '.*nowhere' cannot be loaded"):
-        load_tokenizer(tmp_path / "nowhere")
