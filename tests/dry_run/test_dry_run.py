@@ -119,8 +119,8 @@ def sent_by_ranks(rank: int, world_size: int, job: Job, num_steps: int) -> tuple
     from recipe.dry_run.ledger import Ledger
     from recipe.dry_run.model_trace import config_of, execution_of
     from recipe.engine.engine import Engine
-    from tests.engine_runs import Training, micro_batches, optimizer_for, random_batch
-    from tests.parity import Case
+    from tests.engine_runs import Case, micro_batches, optimizer_for
+    from tests.referee import Training, random_batch
 
     layout = job.layout
     mesh = build_mesh(layout, num_key_value_heads=job.sizes.num_key_value_heads)

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from modeling.init import build_model
 from modeling.mesh import one_rank_mesh
 from recipe.dry_run.live_memory import LiveMemory
-from tests.parity import mixed_config, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import mixed_config, tiny_config
 
 KIB = 1024
 

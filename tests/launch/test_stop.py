@@ -18,9 +18,9 @@ from recipe.launch.stop import StopSignal
 from recipe.shared.errors import STOPPED
 from recipe.shared.ranks import OneRank, Ranks
 from tests.engine_runs import slow
+from tests.launching import LAUNCHER, ROOT, environment, shared_memory, words_of
 from tests.ranks import run_ranks
 from tests.thread_ranks import on_threads
-from tests.train.test_run_pretrain import LAUNCHER, ROOT, environment, shared_memory, words_of
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
 

@@ -13,8 +13,8 @@ from modeling.model import GatherMoeForCausalLM
 from recipe.data.batches import MicroBatch, evaluation_batches
 from recipe.data.loader import LoaderOptions, StepLoader
 from tests.data_samples import prepare
-from tests.parity import full_state, mixed_config
 from tests.ranks import run_ranks
+from tests.referee import full_state, mixed_config
 
 BLOCK = 16
 CONFIG = {"vocab_size": 210, "max_position_embeddings": BLOCK}

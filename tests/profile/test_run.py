@@ -28,9 +28,9 @@ from recipe.shared.ranks import OneRank
 from recipe.shared.scopes import Scope, ranks_name, read_ranks, read_scope, scope_name
 from recipe.train import recording
 from recipe.train.recording import StepRecorder, named_parts, tensor_bytes
-from tests.parity import tiny_config
 from tests.profile_traces import take_apart
 from tests.ranks import run_ranks
+from tests.referee import tiny_config
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
 
