@@ -10,8 +10,7 @@ from recipe.dry_run.found import Compared, DryRun
 from recipe.dry_run.model_trace import on_cpu, trace_micro_batch
 from recipe.dry_run.zero_trace import trace_engine
 from recipe.plan.job import Job
-from recipe.plan.sent import Sent, add_up
-from recipe.plan.traffic import planned_traffic
+from recipe.plan.traffic import Sent, add_up, planned_traffic
 
 LAYERS_RUN_AT_ONCE = 4  # a model of more is put together from fewer
 

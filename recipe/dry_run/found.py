@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from recipe.plan.sent import Sent
+from recipe.plan.traffic import Sent
 
 
 class DryRun(NamedTuple):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling.cost import ID_BYTES, WEIGHT_BYTES
 from modeling.mesh import ParallelMesh
-from recipe.plan.sent import Sent, add_up
+from recipe.plan.traffic import Sent, add_up
 
 # Which code sends for which purpose: module, the start of a function's qualified name, purpose. The innermost frame
 # that is here decides. A dense layer's transfers are those of the same products as attention's.

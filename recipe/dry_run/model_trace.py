@@ -21,8 +21,7 @@ from recipe.dry_run.ledger import Ledger
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.dry_run.phases import PhasePeaks, Phases
 from recipe.plan.job import Job
-from recipe.plan.model_traffic import num_chunks
-from recipe.plan.sent import Sent, add_up
+from recipe.plan.traffic import Sent, add_up
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -86,7 +85,7 @@ def with_layers(job: Job, layers: Layers) -> Job:
 
 def on_cpu(job: Job) -> Job:
     """The same job as it can be run with a CPU's tensors: what depends on the device is said outright."""
-    wire = replace(job.wire, overlap_chunks=num_chunks(job)) if job.wire.overlap else job.wire
+    wire = replace(job.wire, overlap_chunks=job.num_chunks) if job.wire.overlap else job.wire
     return replace(job, wire=wire, device="cpu")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from recipe.dry_run.found import Compared, ComparedMemory, DryRun
 from recipe.plan.job import Job
 from recipe.plan.memory import predict_memory
-from recipe.plan.sent import Sent
+from recipe.plan.traffic import Sent
 from recipe.shared.units import size
 
 WORTH_A_LINE = 2**10  # bytes; losses themselves are a few

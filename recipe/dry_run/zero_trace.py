@@ -22,10 +22,9 @@ from recipe.dry_run.ledger import Booked, Ledger, axis_of
 from recipe.dry_run.model_trace import config_of
 from recipe.engine.engine import Engine, build_optimizer
 from recipe.plan.job import Job
-from recipe.plan.sent import Sent, add_up
-from recipe.plan.zero3_fetches import Thresholds, persistent
-from recipe.plan.zero_defaults import zero_number
-from recipe.plan.zero_traffic import ALIGNMENT, flat_groups, held_modules
+from recipe.plan.parameters import held_modules
+from recipe.plan.traffic import ALIGNMENT, Sent, add_up, flat_groups
+from recipe.plan.zero3 import Thresholds, persistent, zero_number
 from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
 from recipe.settings.resolve import NEVER_PRINT_STEPS
 from recipe.settings.training import OptimizerOptions

@@ -1,4 +1,4 @@
-"""The memory-bound work of recipe/plan/passes.py, run with the operators that the layers use."""
+"""The memory-bound work of recipe/plan/rates.py, run with the operators that the layers use."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,7 +15,7 @@ from modeling.transfers import one_chunk
 from recipe.measure.sizes import Sizes
 from recipe.measure.timing import Timing, Work
 from recipe.plan.hardware_values import Curve
-from recipe.plan.passes import PASSES
+from recipe.plan.rates import PASSES
 
 WIDTH = 512  # of a row
 VOCABULARY = 4096

@@ -1,15 +1,16 @@
-"""Seconds that a rank computes for one micro-batch, part by part in the order of the code, transfers left out.
+"""Seconds that a rank computes in a step, part by part in the order of the code, transfers left out.
 
 Letters as in modeling/: T tokens of the group, t of this rank, D hidden, h and g heads here, K head size, R rows of
 experts, f their width here, e experts here.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from modeling.cost import MATRICES
 from recipe.plan.job import Job
-from recipe.plan.model_traffic import head_rows, num_chunks
-from recipe.plan.rates import Rates
+from recipe.plan.parameters import rank_parameters
+from recipe.plan.rates import PASSES, Rates
 
 
 class Times(NamedTuple):
@@ -52,7 +53,7 @@ class Both(NamedTuple):
 
 def attention_times(job: Job, rates: Rates) -> Both:
     """A layer's attention with the norm before it and the sum after it."""
-    sizes, tp, chunks = job.sizes, job.layout.tp, num_chunks(job)
+    sizes, tp, chunks = job.sizes, job.layout.tp, job.num_chunks
     tokens, rank_tokens, width, head = job.num_tokens, job.tokens_per_rank, sizes.hidden_size, sizes.head_dim
     heads, kv_heads = sizes.num_attention_heads / tp, max(sizes.num_key_value_heads / tp, 1)
     query, key_value = heads * head, kv_heads * head
@@ -122,7 +123,7 @@ class Rows(NamedTuple):
 def expert_rows(job: Job) -> Rows:
     """Of the slowest rank, by strategy."""
     sizes, layout, active = job.sizes, job.layout, job.sizes.num_experts_per_tok
-    strategy = job.moe_strategy if layout.tp > 1 else "gather_tokens"
+    strategy = job.group_strategy
     experts, width = sizes.num_experts / layout.ep, sizes.moe_intermediate_size / layout.etp
     chunks, tokens = 1, float(job.num_tokens)
     rows: float
@@ -134,7 +135,7 @@ def expert_rows(job: Job) -> Rows:
         rows = buffer = job.rho * active * tokens / layout.tp
         tokens = rows
     else:
-        chunks = num_chunks(job)
+        chunks = job.num_chunks
         rows = (job.rho if layout.ep > 1 else 1.0) * active * tokens / layout.ep
         buffer = tokens * min(active, experts) if job.static_rows else rows
     return Rows(rows / experts / chunks, buffer / chunks, experts, width, chunks, tokens)
@@ -197,7 +198,7 @@ class Moved(NamedTuple):
 
 def _moved(job: Job, rates: Rates) -> Moved:
     """Nothing for gathered tokens, which the experts read where they are."""
-    sizes, strategy = job.sizes, job.moe_strategy if job.layout.tp > 1 else "gather_tokens"
+    sizes, strategy = job.sizes, job.group_strategy
     if strategy == "gather_weights":
         # Slices joined for either pass, and their gradients put in the order in which they go home.
         joined_s = rates.pass_s("copy", MATRICES * sizes.num_experts * sizes.moe_intermediate_size * sizes.hidden_size)
@@ -225,7 +226,7 @@ def router_times(job: Job, exact: Rates) -> Both:
 
 def dense_times(job: Job, rates: Rates) -> Both:
     """A dense feed-forward layer with the norm before it and the sum after it."""
-    sizes, chunks, tokens = job.sizes, num_chunks(job), job.num_tokens
+    sizes, chunks, tokens = job.sizes, job.num_chunks, job.num_tokens
     hidden, width, here = sizes.hidden_size, sizes.intermediate_size / job.layout.tp, job.tokens_per_rank
     rows = tokens / chunks
 
@@ -254,7 +255,7 @@ def head_times(job: Job, rates: Rates) -> Both:
     """The head and its loss, whose gradients are made in the forward, chunk of logits by chunk of logits."""
     sizes, tokens, width = job.sizes, job.num_tokens, job.sizes.hidden_size
     vocabulary = -(-sizes.vocab_size // job.layout.tp)
-    step = min(tokens / num_chunks(job), head_rows(job))
+    step = min(tokens / job.num_chunks, job.head_rows)
     shape = {"rows": step, "width": width, "out": vocabulary, "count": tokens / step}
     products = sum(rates.product_s(kind, **shape) for kind in ("forward", "input_gradient", "weight_gradient"))
     forward = Times(sums=products + rates.pass_s("loss", step * vocabulary, count=tokens / step))
@@ -274,3 +275,83 @@ def other_times(job: Job, rates: Rates) -> Both:
         after=rates.pass_s("add_rows", tokens * width) + rates.pass_s("copy", rows * width),
     )
     return Both(forward, backward)
+
+
+class Moves(NamedTuple):
+    """How often a number is written, in float32: to a buffer that is there, or scaled in it, which are the refills; to
+    a fresh buffer for all parameters, the copies; and to a fresh tensor of each parameter, the casts."""
+
+    refills: int
+    copies: int
+    casts: int = 0
+
+
+class Path(NamedTuple):
+    """What happens to a gradient per micro-batch and per step, and to what a rank updates."""
+
+    micro_batch: Moves
+    step: Moves
+    update: Moves
+
+
+NOTHING = Moves(0, 0)
+# By ZeRO stage, as DeepSpeed 0.19.8 does it, with one data-parallel rank, too; counted operator by operator.
+FP32: Mapping[int, Path] = {
+    0: Path(NOTHING, step=Moves(1, 1), update=Moves(1, 0)),
+    1: Path(NOTHING, step=Moves(4, 0), update=Moves(2, 1)),
+    2: Path(Moves(4, 0), step=NOTHING, update=Moves(2, 1)),
+    3: Path(Moves(4, 1), step=NOTHING, update=Moves(2, 1)),
+}
+# Each micro-batch's gradients are cast, and stages 1 and 2 add also the first one's to sums.
+BF16: Mapping[int, Path] = {
+    0: FP32[0],
+    1: Path(Moves(0, 0, 1), step=Moves(1, 1), update=Moves(3, 0)),
+    2: Path(Moves(4, 1, 1), step=NOTHING, update=Moves(3, 0)),
+    3: Path(Moves(3, 1, 1), step=NOTHING, update=Moves(2, 1)),
+}
+
+
+def update_time(job: Job, exact: Rates) -> float:
+    """Of one step on one rank, all its micro-batches, at float32's rates; what travels is not in it."""
+    held = rank_parameters(job.sizes, job.layout)
+    parameters = held.total(job.sizes)
+    stage, times, is_bf16 = job.zero_stage, job.accumulation, job.precision == "bf16"
+    owned = parameters / job.layout.dp if stage else parameters
+    path = (BF16 if is_bf16 else FP32)[stage]
+    sums = times if is_bf16 and stage in (1, 2) else times - 1
+    gradients_s = times * _moves_s(exact, path.micro_batch, parameters) + _moves_s(exact, path.step, parameters)
+    casts = times * path.micro_batch.casts * parameters / held.largest
+    gradients_s += exact.pass_s("copy", held.largest, count=casts) + exact.pass_s("sum_up", parameters, count=sums)
+    update_s = _moves_s(exact, path.update, owned) + exact.pass_s("squares", owned) + exact.pass_s("adamw", owned)
+    return gradients_s + update_s
+
+
+def _moves_s(exact: Rates, moves: Moves, numbers: float) -> float:
+    return exact.pass_s("refill", numbers, count=moves.refills) + exact.pass_s("copy", numbers, count=moves.copies)
+
+
+# Operators of one layer besides the passes, products and attention that have a price: views are free, these are not.
+OTHER_FORWARD, OTHER_BACKWARD = 12, 20
+
+
+def num_launches(job: Job, *, fused: bool = False) -> int:
+    """Of a whole step on one rank, the optimizer's few left out; `fused`: a pass is one kernel, which ours are not."""
+    chunks, sizes = job.num_chunks, job.sizes
+    kernels = {name: 1 if fused else one.num_kernels for name, one in PASSES.items()}
+    attention = kernels["norm"] * 3 + kernels["rotate"] * 2 + OTHER_FORWARD + 2 * chunks
+    attention_back = kernels["norm_backward"] * 3 + kernels["rotate"] * 2 + OTHER_BACKWARD + 2 * chunks
+    active = sizes.num_experts_per_tok
+    if job.static_rows:
+        forward = chunks * (8 + kernels["activation"] + 4 * active)
+        backward = chunks * (12 + kernels["activation_backward"] + 4 * active) + 10
+    else:
+        num = chunks * sizes.num_experts // job.layout.ep
+        forward = num * (3 + kernels["activation"] + kernels["add_rows"])
+        backward = num * (4 + kernels["activation_backward"] + kernels["add_rows"]) + num // chunks * 6
+    moe = kernels["norm"] + kernels["routing"] / 2 + OTHER_FORWARD + forward
+    moe_back = kernels["norm_backward"] + kernels["routing"] / 2 + OTHER_BACKWARD + backward
+    dense, dense_back = kernels["norm"] + OTHER_FORWARD, kernels["norm_backward"] + OTHER_BACKWARD
+    times = 2 if job.recompute else 1
+    layers: float = sizes.num_hidden_layers * (times * attention + attention_back)
+    layers += sizes.num_moe_layers * (times * moe + moe_back) + len(sizes.dense_layers) * (times * dense + dense_back)
+    return round(job.accumulation * layers)

@@ -5,9 +5,13 @@ from math import lcm
 from typing import Any
 
 from modeling.layout import ParallelLayout
+from recipe.plan.memory import explain_memory
+from recipe.plan.memory_lines import LEGEND
+from recipe.plan.overlap import describe_overlap
 from recipe.plan.search import Found, Plan
 from recipe.plan.space import Rejected, layout_rules, num_groups
-from recipe.shared.units import duration
+from recipe.plan.traffic import planned_traffic
+from recipe.shared.units import duration, size
 
 
 def seconds_by_kind(plan: Plan) -> dict[str, float]:
@@ -140,3 +144,27 @@ def _why_impossible(found: Found, wanted: Mapping[str, Any]) -> str:
         return broken
     nearest = nearest_to_fit(tried)
     return f"{nearest.layout}: {nearest.reason}"
+
+
+def describe_basis(plan: Plan, found: Found) -> Iterator[str]:
+    """Say what a plan's numbers are made of: each line of its memory with its formula, each collective, each source."""
+    yield ""
+    yield f"memory at the fullest moment, {plan.memory.moment}; of one rank"
+    rows = sorted(explain_memory(plan.job), key=lambda row: -row.num_bytes)
+    for basis in dict.fromkeys(row.basis for row in rows):
+        yield f"  {basis}"
+        for row in rows:
+            if row.basis == basis:
+                yield f"  {size(row.num_bytes):>9}  {row.kind:<12}{row.what}: {row.formula}"
+    yield "  where " + "; ".join(f"{letter.replace('_', ' ')}: {meaning}" for letter, meaning in LEGEND.items())
+    yield ""
+    yield "sent by a rank in a step"
+    sent = planned_traffic(plan.job)
+    for axis, op, purpose, num_calls, sent_bytes in sorted(sent, key=lambda row: -row.sent_bytes):
+        yield f"  {size(sent_bytes):>9}  {axis:<6}{op:<15}{purpose} in {num_calls:,} calls"
+    for assumed in describe_overlap(plan.job):
+        yield f"  {assumed}"
+    yield ""
+    yield f"numbers of {found.request.hardware.name}"
+    for name, source in found.request.hardware.sources.items():
+        yield f"  {name}: {source}"

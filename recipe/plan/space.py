@@ -156,8 +156,8 @@ def make_job(
     *,
     num_sequences: int,
     zero_stage: int,
-    recompute: bool,
-    regather: bool,
+    recompute: bool = False,
+    regather: bool = False,
     overlap: bool,
 ) -> Job:
     layout = arrangement.layout

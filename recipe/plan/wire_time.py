@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from recipe.plan.hardware_values import Hardware, Link
 from recipe.plan.job import Job
-from recipe.plan.sent import Sent
+from recipe.plan.traffic import Sent
 
 # How often a rank sends in one collective of a ring of n ranks.
 STEPS: Mapping[str, Callable[[int], int]] = {

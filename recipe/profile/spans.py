@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from recipe.plan.sent import ring_bytes
+from recipe.plan.traffic import ring_bytes
 from recipe.profile.host import Context, Host, Placed, read_host
 from recipe.profile.names import NCCL, collective_op, dtype_bytes, kind_of_kernel
 from recipe.profile.trace_file import BROKEN, Event, Trace, unreadable, whole_number

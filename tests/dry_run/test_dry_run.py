@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipe.plan.job import Job
-from recipe.plan.sent import Sent
+from recipe.plan.traffic import Sent
 from tests.ranks import run_ranks
 from tests.traffic_jobs import engine_config, small_job
 

@@ -14,7 +14,7 @@ from recipe.dry_run.fake_world import fake_world
 from recipe.dry_run.found import Compared, ComparedMemory, DryRun
 from recipe.dry_run.report import as_json, describe
 from recipe.dry_run.zero_trace import narrow_job
-from recipe.plan.sent import Sent
+from recipe.plan.traffic import Sent
 from tests.ranks import run_ranks
 from tests.traffic_jobs import small_job
 

@@ -27,7 +27,7 @@ from recipe.measure.sizes import PASS_BYTES, Sizes, sizes_for
 from recipe.measure.timing import Timing, by_case
 from recipe.plan.hardware import find_hardware
 from recipe.plan.hardware_values import Link, Measured
-from recipe.plan.passes import PASSES
+from recipe.plan.rates import PASSES
 from recipe.plan.wire_time import STEPS
 from recipe.shared.ranks import OneRank, TorchRanks
 from tests.ranks import run_ranks

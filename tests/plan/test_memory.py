@@ -17,12 +17,10 @@ from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.plan.job import Job
-from recipe.plan.memory import KINDS, explain_memory, predict_memory
-from recipe.plan.memory_rows import ASSUMED, MEASURED, READ
+from recipe.plan.memory import ASSUMED, KINDS, MEASURED, READ, explain_memory, predict_memory
 from recipe.plan.parameters import layer_shapes, outer_shapes, rank_parameters
-from recipe.plan.zero3_fetches import ONCE, Thresholds
-from recipe.plan.zero3_memory import whole_weights
-from recipe.plan.zero_defaults import DEFAULTS, PLAIN_BUCKET
+from recipe.plan.traffic import flat_groups, weights_of
+from recipe.plan.zero3 import DEFAULTS, PLAIN_BUCKET
 from recipe.settings.execution import WireOptions
 from recipe.settings.model import sizes_of
 from recipe.shared.flops import count_parameters, model_flops_per_token
@@ -159,13 +157,12 @@ def test_fewer_weights_are_fetched_ahead_where_fewer_may_live() -> None:
     zero = {"stage": 3, "reduce_bucket_size": 1024, "stage3_max_reuse_distance": 0}
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 10**6}
     jobs = [job(layout=ParallelLayout(dp=2), zero=zero | {"stage3_max_live_parameters": n}) for n in (10**9, 1)]
-    most, fewest = (
-        whole_weights(job.sizes, job.layout, Thresholds.of(job.zero), way=ONCE).forward["block 0"] for job in jobs
-    )
+    most, fewest = map(weights_of, jobs)
     held = rank_parameters(jobs[0].sizes, jobs[0].layout)
-    assert most.at_work == held.total(jobs[0].sizes)
-    assert fewest.at_work == held.layer(is_dense=False)
-    assert fewest.arriving == 2 * held.layer(is_dense=False)
+    forward = ("block 0", False)
+    assert most.at_work[forward] == held.total(jobs[0].sizes)
+    assert fewest.at_work[forward] == held.layer(is_dense=False)
+    assert fewest.arriving[forward] == 2 * held.layer(is_dense=False)
 
 
 @pytest.mark.slow
@@ -211,7 +208,9 @@ def test_a_rank_holds_what_the_real_modules_hold(layout: ParallelLayout, qk_norm
     numels = {name: p.numel() for name, p in model.named_parameters()}
     assert held.total(config.sizes) == sum(numels.values())
     assert held.largest == max(numels.values())
-    assert held.vectors(config.sizes) == sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    groups = flat_groups(config.sizes, layout)
+    assert sum(groups[1].values()) == sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert sum(sum(group.values()) for group in groups) == sum(numels.values())
     for number, is_dense in ((0, True), (1, False)):
         layer = sum(num for name, num in numels.items() if name.startswith(f"model.layers.{number}."))
         assert held.layer(is_dense=is_dense) == layer

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from modeling.cost import HEAD_CHUNK_BYTES
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.plan.memory import moments
-from recipe.plan.model_traffic import HEAD_CHUNK_BYTES
 from tests.parity import Case
 from tests.plan.test_memory_ranks import Measured, config_of, job_of
 

@@ -6,18 +6,15 @@ from typing import Any
 import pytest
 
 from modeling.layout import ParallelLayout
+from recipe.plan.compute_time import num_launches
 from recipe.plan.hardware import find_hardware
 from recipe.plan.hardware_values import Link
-from recipe.plan.host_time import num_launches
 from recipe.plan.job import Job
-from recipe.plan.lanes import Lanes
-from recipe.plan.model_traffic import num_chunks
-from recipe.plan.sent import ring_bytes
+from recipe.plan.overlap import Lanes, describe_overlap
 from recipe.plan.space import Arrangement, PlanRequest, make_job
 from recipe.plan.step_time import TimePlan, mfu, predict_time
-from recipe.plan.traffic import planned_traffic
+from recipe.plan.traffic import planned_traffic, ring_bytes
 from recipe.plan.wire_time import Ring, call_seconds, ring_of
-from recipe.plan.zero_overlap import describe_overlap
 from recipe.settings.execution import WireOptions
 from recipe.shared.flops import model_flops_per_token
 from tests.plan_hardware import flat_hardware
@@ -138,7 +135,7 @@ def test_without_overlap_every_collective_is_waited_for() -> None:
 def test_overlap_hides_what_products_are_long_enough_for() -> None:
     quick, slow = (flat_hardware(rate=rate, bytes_per_s=1e8) for rate in (1e12, 1e8))
     big = job(tp=2, num_sequences=8, block_size=1024)
-    assert num_chunks(big) > 1
+    assert big.num_chunks > 1
     apart = replace(big, wire=replace(WIRE, overlap=False))
     for hardware in (quick, slow):
         overlapped, plain = predict_time(big, hardware=hardware), predict_time(apart, hardware=hardware)
