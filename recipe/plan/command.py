@@ -31,7 +31,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_plans(arguments: argparse.Namespace) -> int:
-    """Exit code 1 where no layout fits."""
+    """Search, print, and write the best plan; return 1 where no layout fits."""
     from recipe.plan.explain import idle_notes
     from recipe.plan.flags import read_plan_request
     from recipe.plan.hardware import find_hardware

@@ -1,7 +1,6 @@
 """Seconds that a rank computes in a step, part by part in the order of the code, transfers left out.
 
-Letters as in modeling/: T tokens of the group, t of this rank, D hidden, h and g heads here, K head size, R rows of
-experts, f their width here, e experts here.
+Products and attention go by their shapes, everything else by the numbers that it reads and writes (rates.py).
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from recipe.plan.rates import PASSES, Rates
 
 
 class Times(NamedTuple):
-    """Of one layer, or of what is around the layers. `chunked` is what the chunks of a transfer run beside.
+    """Seconds of one layer in one pass, or of what is around the layers, by what they run beside.
 
     before   up to the first product on gathered tokens
     chunked  products on gathered tokens, over all chunks
@@ -37,7 +36,7 @@ class Times(NamedTuple):
 
 
 class Both(NamedTuple):
-    """Of a part, forward and backward."""
+    """Seconds of a part, forward and backward."""
 
     forward: Times
     backward: Times
@@ -47,12 +46,12 @@ class Both(NamedTuple):
         return Both(Times(), Times())
 
     def total(self, *, recompute: bool) -> float:
-        """Of a step's micro-batch, the forward once more where it is recomputed."""
+        """Return the seconds of a micro-batch, the forward once more where it is recomputed."""
         return (2 if recompute else 1) * self.forward.total + self.backward.total
 
 
 def attention_times(job: Job, rates: Rates) -> Both:
-    """A layer's attention with the norm before it and the sum after it."""
+    """Return the seconds of a layer's attention with the norm before it and the sum after it."""
     sizes, tp, chunks = job.sizes, job.layout.tp, job.num_chunks
     tokens, rank_tokens, width, head = job.num_tokens, job.tokens_per_rank, sizes.hidden_size, sizes.head_dim
     heads, kv_heads = sizes.num_attention_heads / tp, max(sizes.num_key_value_heads / tp, 1)
@@ -121,7 +120,7 @@ class Rows(NamedTuple):
 
 
 def expert_rows(job: Job) -> Rows:
-    """Of the slowest rank, by strategy."""
+    """Return the rows of the slowest rank, by strategy."""
     sizes, layout, active = job.sizes, job.layout, job.sizes.num_experts_per_tok
     strategy = job.group_strategy
     experts, width = sizes.num_experts / layout.ep, sizes.moe_intermediate_size / layout.etp
@@ -142,7 +141,7 @@ def expert_rows(job: Job) -> Rows:
 
 
 def expert_times(job: Job, rates: Rates) -> Both:
-    """A layer's experts with the norm before them and the sum after them, the router left out."""
+    """Return the seconds of a layer's experts with the norm before them and the sum after them, without the router."""
     rows, width, layout = expert_rows(job), job.sizes.hidden_size, job.layout
     here = job.tokens_per_rank * width
     # One after another each expert's rows are worked on alone; grouped, a chunk's rows at once.
@@ -197,7 +196,7 @@ class Moved(NamedTuple):
 
 
 def _moved(job: Job, rates: Rates) -> Moved:
-    """Nothing for gathered tokens, which the experts read where they are."""
+    """Return zeros for gathered tokens, which the experts read where they are."""
     sizes, strategy = job.sizes, job.group_strategy
     if strategy == "gather_weights":
         # Slices joined for either pass, and their gradients put in the order in which they go home.
@@ -213,7 +212,7 @@ def _moved(job: Job, rates: Rates) -> Moved:
 
 
 def router_times(job: Job, exact: Rates) -> Both:
-    """Of one layer: a product and what follows it in float32, whatever the precision is."""
+    """Return the seconds of one layer's router: a product and what follows it, in float32 in either precision."""
     sizes, tokens = job.sizes, job.tokens_per_rank
     shape = {"rows": tokens, "width": sizes.hidden_size, "out": sizes.num_experts}
     half = exact.pass_s("routing", tokens * sizes.num_experts) / 2
@@ -225,7 +224,7 @@ def router_times(job: Job, exact: Rates) -> Both:
 
 
 def dense_times(job: Job, rates: Rates) -> Both:
-    """A dense feed-forward layer with the norm before it and the sum after it."""
+    """Return the seconds of a dense feed-forward layer with the norm before it and the sum after it."""
     sizes, chunks, tokens = job.sizes, job.num_chunks, job.num_tokens
     hidden, width, here = sizes.hidden_size, sizes.intermediate_size / job.layout.tp, job.tokens_per_rank
     rows = tokens / chunks
@@ -252,7 +251,7 @@ def dense_times(job: Job, rates: Rates) -> Both:
 
 
 def head_times(job: Job, rates: Rates) -> Both:
-    """The head and its loss, whose gradients are made in the forward, chunk of logits by chunk of logits."""
+    """Return the seconds of the head and its loss, whose gradients are made in the forward, slice by slice."""
     sizes, tokens, width = job.sizes, job.num_tokens, job.sizes.hidden_size
     vocabulary = -(-sizes.vocab_size // job.layout.tp)
     step = min(tokens / job.num_chunks, job.head_rows)
@@ -266,7 +265,7 @@ def head_times(job: Job, rates: Rates) -> Both:
 
 
 def other_times(job: Job, rates: Rates) -> Both:
-    """The embedding and the last norm."""
+    """Return the seconds of the embedding and the last norm."""
     width, tokens, here = job.sizes.hidden_size, job.num_tokens, job.tokens_per_rank
     rows = -(-job.sizes.vocab_size // job.layout.tp)
     forward = Times(before=rates.pass_s("rows", tokens * width, count=2), after=rates.pass_s("norm", here * width))
@@ -312,7 +311,7 @@ BF16: Mapping[int, Path] = {
 
 
 def update_time(job: Job, exact: Rates) -> float:
-    """Of one step on one rank, all its micro-batches, at float32's rates; what travels is not in it."""
+    """Return the seconds that gradients and weights take in one step besides computing them, without transfers."""
     held = rank_parameters(job.sizes, job.layout)
     parameters = held.total(job.sizes)
     stage, times, is_bf16 = job.zero_stage, job.accumulation, job.precision == "bf16"
@@ -335,7 +334,7 @@ OTHER_FORWARD, OTHER_BACKWARD = 12, 20
 
 
 def num_launches(job: Job, *, fused: bool = False) -> int:
-    """Of a whole step on one rank, the optimizer's few left out; `fused`: a pass is one kernel, which ours are not."""
+    """Count the kernels that a rank launches in a step, without the optimizer's; `fused`: a pass is one kernel."""
     chunks, sizes = job.num_chunks, job.sizes
     kernels = {name: 1 if fused else one.num_kernels for name, one in PASSES.items()}
     attention = kernels["norm"] * 3 + kernels["rotate"] * 2 + OTHER_FORWARD + 2 * chunks

@@ -21,7 +21,7 @@ HALF_ROWS = 64.0
 
 
 class Sheet(NamedTuple):
-    """What data sheets say, and what of it was measured by others.
+    """Numbers of data sheets, and what of them was measured by others.
 
     memory_mib          the device's total as its driver reports it
     link_gbs, link_share  GB/s of one direction inside a node, and what large collectives reach of it
@@ -105,7 +105,7 @@ _SOCKET = re.compile(r"-(sxm\d?|oam|hbm\d\w?)(?=-|$)")
 
 
 def find_hardware(name: str, *, device: str | None = None) -> Hardware:
-    """A GPU of the table by its name ("a100-80g", "h100", ...), "cpu", or what a probe wrote to the file `name`.
+    """Return a GPU of the table by its name ("a100-80g", "h100", ...), "cpu", or what a probe wrote to the file `name`.
 
     Raises ValueError for what is neither, a file that cannot be used, and another device than `device`.
     """
@@ -125,18 +125,18 @@ def find_hardware(name: str, *, device: str | None = None) -> Hardware:
 
 
 def known_names() -> list[str]:
-    """What `table_entry` knows, aliases left out."""
+    """Return the names that `table_entry` knows, without aliases."""
     return [*SHEETS, "cpu"]
 
 
 def names_with_aliases() -> str:
-    """The names as a sentence lists them."""
+    """Return the names as a sentence lists them."""
     others = {name: [alias for alias, of in ALIASES.items() if of == name] for name in known_names()}
     return ", ".join(f"{name} (or {', '.join(found)})" if found else name for name, found in others.items())
 
 
 def table_entry(name: str) -> Hardware | None:
-    """The hardware of that name, whatever its case, separators, maker and socket; None where there is none."""
+    """Return the hardware of that name, whatever its case, separators, maker and socket; None where there is none."""
     plain = re.sub(r"[_ ]+", "-", name.strip().lower())
     while (shorter := _MAKERS.sub("", plain)) != plain:
         plain = shorter
@@ -196,7 +196,7 @@ def _gpu(name: str, sheet: Sheet) -> Hardware:
 
 
 def _this_cpu() -> Hardware:
-    """A core of this machine per rank, roughly."""
+    """Return a rough guess of this machine, a core for each rank."""
     cores = len(os.sched_getaffinity(0))
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     names = ("peak_flops_per_s", "memory_bytes_per_s", "intra", "efficiencies", "launch_s")

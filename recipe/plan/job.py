@@ -64,22 +64,22 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        """T, tokens of a group's micro-batch."""
+        """Tokens T of a group's micro-batch."""
         return self.num_sequences * self.block_size
 
     @property
     def tokens_per_rank(self) -> int:
-        """t, of a micro-batch."""
+        """Tokens t of a rank's micro-batch."""
         return self.num_tokens // self.layout.tp
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all groups and micro-batches."""
+        """Tokens of an optimizer step, over all groups and micro-batches."""
         return self.num_tokens * self.accumulation * self.layout.dp
 
     @property
     def element_bytes(self) -> int:
-        """Per number of an activation and of a weight that is computed with."""
+        """Bytes per number of an activation and of a weight that is computed with."""
         return ELEMENT_BYTES[self.precision]
 
     @cached_property
@@ -117,7 +117,7 @@ class Job:
 
     @cached_property
     def group_strategy(self) -> str:
-        """The same as a group acts by it: a rank alone has nobody to exchange anything with."""
+        """The strategy that a group acts by: a rank alone has nobody to exchange anything with."""
         return self.moe_strategy if self.layout.tp > 1 else "gather_tokens"
 
     @property
@@ -136,7 +136,7 @@ class Job:
 
     @cached_property
     def micro_batch_key(self) -> tuple[Any, ...]:
-        """All that what one micro-batch keeps and computes depends on; the same for every ZeRO stage."""
+        """What one micro-batch's memory and computing depend on, besides recomputation; ZeRO is no part of it."""
         limits = (self.model.get("clip_qkv"), self.model.get("capacity_factor"))
         run = (self.experts_backend, self.precision, self.device, self.attention_length, self.rho, self.num_chunks)
         return (
@@ -157,7 +157,7 @@ class Job:
 
 
 def job_of(settings: ResolvedConfig, *, model: Mapping[str, Any], recompute: bool, device: str) -> Job:
-    """What a run with these settings does in a step."""
+    """Return the step of a run with these settings."""
     return Job(
         model=model,
         layout=settings.layout,

@@ -108,7 +108,7 @@ class MemoryModel:
     """The memory of many jobs; what does not depend on ZeRO's stage or recomputation is computed once."""
 
     def __init__(self, *, margin: float = MARGIN) -> None:
-        """`margin`, a share of the peak, is for what an allocator reserves and cannot use, and for kernels' workspace."""
+        """Take a margin, a share of the peak, for what an allocator cannot use and for kernels' workspace."""
         self._margin = margin
         self._parts: dict[tuple[Any, ...], ModelParts] = {}
 
@@ -233,12 +233,12 @@ class _Step:
         return Moment(name, parts, sum(part.times * part.num_bytes for part in parts))
 
     def loss(self) -> Moment:
-        """All layers have run forward, and no gradient has been made."""
+        """Return the moment when all layers have run forward, and no gradient has been made."""
         lines = [*self.zero.forward(), *self.zero.whole("head", is_backward=False)]
         return self.moment("loss", lines, *self._behind(self._last), self._parts.head_working)
 
     def backward(self, layer: _Layer) -> list[Moment]:
-        """A layer's feed-forward half, its attention, and where ZeRO-3 fetches its weights."""
+        """Return the moments of a layer's feed-forward half, its attention, and where ZeRO-3 fetches its weights."""
         zero, name = self.zero, f"backward of layer {layer.number}, "
         numbers = self._numbers[layer.is_dense]
         done = self.zero.s.P - self._below(layer)
@@ -259,7 +259,7 @@ class _Step:
         return found
 
     def first_reduction(self, layer: _Layer) -> Moment:
-        """A bucket fills up in the midst of the backward: this layer's feed-forward half has gone through."""
+        """Return the moment when a bucket fills up in the backward, after this layer's feed-forward half."""
         zero, numbers = self.zero, self._numbers[layer.is_dense]
         own = Line("gradients of the layer", "gradients", zero.s.b * (numbers - self.held.attention))
         made = zero.backward(done=zero.s.P - self._below(layer))

@@ -41,6 +41,8 @@ LEGEND = {
     "M": "numbers of a bucket of gradients",
 }
 
+LETTERS = tuple(letter for letter in LEGEND if letter != "M")  # those of the model
+
 
 class Term(float):
     """A number that knows the expression it was computed by: arithmetic on it gives terms.
@@ -107,7 +109,7 @@ def text_of(number: float) -> str:
 
 
 class Letters(NamedTuple):
-    """One rank's share of a micro-batch; the single letters are those of LEGEND. The rest decides which lines there are.
+    """One rank's share of a micro-batch: the letters of LEGEND, and what decides which lines there are.
 
     extra   4 where float32 copies of b=2 numbers are made, else 0
     gloo    a reduce-scatter on a CPU, which needs a second buffer and sums in float32
@@ -154,9 +156,7 @@ class Letters(NamedTuple):
 
     def named(self) -> "Letters":
         """Return the same with letters that know their names."""
-        return self._replace(
-            **{name: Term(getattr(self, name), name.replace("_", " ")) for name in LEGEND if name != "M"}
-        )
+        return self._replace(**{letter: Term(getattr(self, letter), letter) for letter in LETTERS})
 
 
 class Line(NamedTuple):

@@ -67,7 +67,7 @@ class ExposedShares(NamedTuple):
 
 
 def exposed_shares(job: Job, *, layer: LayerTimes, calls: Calls, busy: float) -> ExposedShares:
-    """1 where nothing overlaps. At the end of each part all has arrived, so that parts do not meet."""
+    """Play each part through, at whose end all has arrived; 1 where nothing overlaps."""
     if not job.wire.overlap or job.layout.tp == 1:
         return ExposedShares()
     forwards = 2 if job.recompute else 1
@@ -128,7 +128,7 @@ class _Play(Lanes):
         return sums
 
     def products_forward(self, part: Both) -> None:
-        """Attention or a dense layer: products on gathered tokens, and products whose sums are scattered."""
+        """Run attention or a dense layer: products on gathered tokens, and products whose sums are scattered."""
         times = part.forward
         self.work(times.before)
         self.work_on(self.gather(self._chunks), times.chunked)

@@ -20,7 +20,7 @@ ATTENTION_BACKWARD_FLOPS = 2.5
 
 
 class Pass(NamedTuple):
-    """Numbers read and written per element of some work: in the type of the activations, and in float32; and kernels of a call.
+    """Numbers read and written per element of some work, in the activations' type and in float32, and its kernels.
 
     fused  the numbers of one kernel that reads its inputs and writes its results once, in the type of the activations;
            for other systems, which have such
@@ -81,7 +81,7 @@ class Rates:
         self._seconds: dict[tuple[str, float, float, float], float] = {}
 
     def product_s(self, kind: str, *, rows: float, width: float, out: float, count: float = 1) -> float:
-        """`count` products of [rows, width] with [width, out]; kinds as in `Measured.products`."""
+        """Return the seconds of `count` products of [rows, width] with [width, out]; kinds are `Measured`'s."""
         key = (kind, rows, width, out)
         found = self._seconds.get(key)
         if found is None:
@@ -89,7 +89,7 @@ class Rates:
         return found * count
 
     def pass_s(self, name: str, elements: float, *, count: float = 1) -> float:
-        """`count` times a pass of PASSES over this many elements."""
+        """Return the seconds of `count` passes of PASSES over this many elements."""
         if self._measured is not None:
             return count * _seconds_at(self._measured.passes[name], elements)
         hardware = self._hardware
@@ -97,7 +97,7 @@ class Rates:
         return count * moved_bytes / (hardware.memory_bytes_per_s * hardware.efficiencies.memory)
 
     def attention_s(self, *, tokens: float, num_heads: float, head_dim: int, length: float, backward: bool) -> float:
-        """Causal attention of this many tokens in sequences of `length`."""
+        """Return the seconds of causal attention of this many tokens in sequences of `length`."""
         flops = 2 * tokens * length * num_heads * head_dim
         if self._measured is not None:
             forward, back = self._measured.attention_rates(length, head_dim)
@@ -133,7 +133,7 @@ class _Tables:
         self._attention = _by_head(measured.attention)
 
     def product_rate(self, kind: str, rows: float, width: float) -> float:
-        """Between two widths, each at `rows`. Fewer rows than measured take as long as the fewest."""
+        """Interpolate between two widths, each at `rows`. Fewer rows than measured take as long as the fewest."""
         curves = self._products[kind]
         return exp(_between([(at, _value_at(curve, log(rows), below=1.0)) for at, curve in curves], log(width)))
 
@@ -146,12 +146,12 @@ class _Tables:
 
 
 def _seconds_at(points: Points, size: float) -> float:
-    """Between measured sizes; below them what the smallest takes, above them in proportion."""
+    """Look up seconds between measured sizes; below them what the smallest takes, above them in proportion."""
     return exp(_value_at(points, log(max(size, 1.0)), above=1.0))
 
 
 def _value_at(points: Points, x: float, *, below: float = 0.0, above: float = 0.0) -> float:
-    """Straight lines between points; outside with these slopes from the nearest."""
+    """Interpolate between points; outside go on with these slopes from the nearest."""
     first, last = points[0], points[-1]
     if x <= first[0]:
         return first[1] + below * (x - first[0])
@@ -161,7 +161,7 @@ def _value_at(points: Points, x: float, *, below: float = 0.0, above: float = 0.
 
 
 def _between(points: Points, x: float) -> float:
-    """Straight lines between points, the nearest one's value outside."""
+    """Interpolate between points; outside take the nearest one's value."""
     i = bisect_left(points, (x,))
     if i == 0 or i == len(points):
         return points[min(i, len(points) - 1)][1]

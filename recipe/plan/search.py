@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices together."""
+        """Tokens per second over all devices."""
         return self.job.tokens_per_step / self.time.step_s
 
 
@@ -52,7 +52,7 @@ class Found(NamedTuple):
     room_bytes: int
 
     def idle(self, plan: Plan) -> int:
-        """Devices that have nothing to do."""
+        """Count the devices that have nothing to do."""
         return self.request.gpus - plan.job.layout.world_size
 
 
@@ -62,7 +62,7 @@ class Sized(NamedTuple):
 
 
 def search_plans(request: PlanRequest) -> Found:
-    """All plans of a request. Where nothing fits, `plans` is empty and `rejected` says why for each layout."""
+    """Find all plans of a request. Where nothing fits, `plans` is empty and `rejected` says why for each layout."""
     room_bytes = room_of(request)
     memory, clock = MemoryModel(), TimeModel(request.hardware, ranks_per_node=request.ranks_per_node)
     plans: list[Plan] = []
@@ -84,7 +84,7 @@ def search_plans(request: PlanRequest) -> Found:
 
 
 def room_of(request: PlanRequest) -> int:
-    """Bytes for a rank's tensors: of its device, or of its part of a node's memory where the ranks share that."""
+    """Return the bytes for a rank's tensors: of its device, or of its part of a node's memory where ranks share it."""
     hardware = request.hardware
     own_bytes = hardware.memory_bytes
     if hardware.device == "cpu":
@@ -145,7 +145,7 @@ def _most_at_once(
 
 
 def with_micro_batch(job: Job, *, request: PlanRequest, num_sequences: int) -> Job:
-    """The same step in micro-batches of another size."""
+    """Return the same step in micro-batches of another size."""
     return replace(
         job,
         num_sequences=num_sequences,

@@ -1,7 +1,6 @@
 """What a rank sends in one optimizer step, collective by collective, before anything runs.
 
-The model's part is that of modeling/cost.py and the shapes, DeepSpeed's that of its 0.19.8 source. Of the letters in the
-docstrings of modeling/: T tokens of the group, D hidden size, E experts, A experts per token, N ranks of the group.
+The model's part is that of modeling/cost.py and the shapes, DeepSpeed's that of its 0.19.8 source.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -214,7 +213,7 @@ def flat_groups(sizes: ModelSizes, layout: ParallelLayout) -> tuple[dict[str, in
 
 
 def _zero(job: Job) -> Iterator[Sent]:
-    """Yield what ZeRO sends over dp: gradients summed and weights gathered; its norms and checks over the group, too."""
+    """Yield what ZeRO sends over dp, gradients summed and weights gathered, and its norms over the group as well."""
     dp, stage, times = job.layout.dp, job.zero_stage, job.accumulation
     if dp > 1 and stage == 3:
         # Weights are gathered in every micro-batch; after the update those that stay.
@@ -282,7 +281,7 @@ def _num_buckets(numbers: Sequence[int], bucket: int) -> int:
 
 
 def _num_flushes(numbers: Sequence[int]) -> int:
-    """Count sums of gradients where the engine itself sums them: as soon as there are more numbers than a bucket has."""
+    """Count sums of gradients by the engine itself: as soon as there are more numbers than a bucket has."""
     filled, flushes = 0, 0
     for number in numbers:
         filled += number

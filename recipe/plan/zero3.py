@@ -237,7 +237,8 @@ class _MicroBatch:
         self.here.update(names)
         self.num_live += number
         if len(names) > 1:  # a single weight is used as it came
-            self.coming.update(dict.fromkeys(names, [number]))
+            call = [number]
+            self.coming.update(dict.fromkeys(names, call))
         return tuple(names)
 
     def _wait_for(self, own: Mapping[str, int]) -> int:

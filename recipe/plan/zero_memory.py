@@ -52,7 +52,7 @@ class ZeroMemory(NamedTuple):
             lines.append(Line("float32 gradients", "gradients", 4 * part))
             lines.append(Line("reduce bucket", "buffers", 4 * self.bucket))
         if self.weights is not None:
-            unparted = Term(self.weights.unparted, "P small") if isinstance(s.b, Term) else self.weights.unparted
+            unparted = Term(self.weights.unparted, "P_unparted") if isinstance(s.b, Term) else self.weights.unparted
             lines.append(Line("small weights, never parted", "gathered", unparted * s.b))
         return lines
 
@@ -79,7 +79,7 @@ class ZeroMemory(NamedTuple):
         """Return ZeRO-3's whole weights while a module is at work, by its name in `held_modules`."""
         if self.weights is None:
             return []
-        number = self._fetched(self.weights.at_work[module, is_backward], "P fetched")
+        number = self._fetched(self.weights.at_work[module, is_backward], "P_fetched")
         return [Line("weights of the module, of those kept and those fetched ahead", "gathered", number * self.s.b)]
 
     def arriving(self, *modules: str, is_backward: bool) -> Lines:
@@ -87,7 +87,7 @@ class ZeroMemory(NamedTuple):
         number = 0 if self.weights is None else max(self.weights.arriving[name, is_backward] for name in modules)
         if not number:
             return []
-        number_of = self._fetched(number, "P arriving")
+        number_of = self._fetched(number, "P_arriving")
         return [Line("whole weights, and again as they arrive", "gathered", number_of * self.s.b)]
 
     def sent(self) -> Lines:
