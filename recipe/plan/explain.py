@@ -159,7 +159,8 @@ def describe_basis(plan: Plan, found: Found) -> Iterator[str]:
                 yield f"  {size(row.num_bytes):>9}  {row.kind:<12}{row.what}: {row.formula}"
     values = letters_of(plan.job)._asdict() | {"M": zero_number(plan.job.zero, "reduce_bucket_size")}
     for letter, meaning in LEGEND.items():
-        yield f"  {letter} = {values[letter]:,} {meaning}"
+        if values[letter]:
+            yield f"  {letter} = {values[letter]:,} {meaning}"
     yield ""
     yield "sent by a rank in a step"
     sent = planned_traffic(plan.job)

@@ -6,6 +6,7 @@ terms are counted: a peak is within 10 % of the storages that live in a real ste
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -75,7 +76,9 @@ class Term(float):
         return Term(other - float(self), f"{_text(other)} - {self._factor}", is_sum=True)
 
     def __mul__(self, other: float) -> "Term":
-        return _scaled(self, other, f"{self._factor} {_text(other, as_factor=True)}")
+        is_quotient = "/" in re.sub(r"\(.*?\)", "", self.text)  # which "a / b c" would not show
+        left = f"({self.text})" if is_quotient else self._factor
+        return _scaled(self, other, f"{left} {_text(other, as_factor=True)}")
 
     def __rmul__(self, other: float) -> "Term":
         return _scaled(self, other, f"{_text(other, as_factor=True)} {self._factor}")
@@ -100,6 +103,7 @@ def _text(number: float, *, as_factor: bool = False) -> str:
 
 
 def _scaled(term: Term, other: float, text: str) -> Term:
+    text = re.sub(r"^([\d.]+) (?=\d)", r"\1 x ", text)  # two numbers would read as one
     return term if other == 1 and not isinstance(other, Term) else Term(float(term) * other, text)
 
 
@@ -332,37 +336,25 @@ def head_working(s: Letters) -> Lines:
 def attention_working(s: Letters) -> Lines:
     """Return all that a layer's attention has beside its inputs, at the fullest of its backward's parts."""
     heads = s.T * (s.h + 2 * s.g) * s.K * s.b
+    products = attention_products(s)
     out_weights = Line("gradient of the output's weights", "gradients", s.P_attention * s.b * s.h / (2 * (s.h + s.g)))
-    of_output = [
-        *attention_products(s),
-        Line("gradient of attention's output", "activations", (1 if s.C == 1 else 3) * s.T * s.h * s.K * s.b),
-    ]
-    of_scores = [
-        *attention_products(s),
-        Line("gradients of output, q, k and v", "activations", s.T * ((2 + s.joins) * s.h + 2 * s.g) * s.K * s.b),
-        out_weights,
-    ]
-    of_norms: Lines = []
-    if s.qk_norm == "head":
-        norms = s.T * s.K * ((12 + s.extra + 2 * s.b) * s.h + 2 * s.b * s.g)
-        of_norms = [Line("q's norm and its gradients, those of k and v", "activations", norms), out_weights]
-    elif s.qk_norm == "full":
-        norms = s.T * s.K * (20 * s.h + (8 + s.b) * s.g)
-        of_norms = [Line("q's norm and its gradients, those of k and v", "activations", norms), out_weights]
+    of_output = [*products, Line("gradient of attention's output", "activations", s.T * s.h * s.K * s.b)]
+    scores = s.T * ((2 + s.joins) * s.h + 2 * s.g) * s.K * s.b
+    of_scores = [*products, Line("gradients of output, q, k and v", "activations", scores), out_weights]
+    of_norms = [Line("norms' gradients in float32", "activations", s.T * (20 * s.h + 8 * s.g) * s.K), out_weights]
     of_inputs = [Line("gradients of q, k and v", "activations", heads)]
     if s.N == 1:
         of_inputs.append(Line("gradients of the input", "activations", 2 * s.t * s.D * s.b))
     else:
         of_output.append(_gathered(s, "gradients for attention"))
-        in_order = [Line("the same by chunk, and in their order", "activations", 2 * heads)] if s.C > 1 else []
-        weights = Line("gradients of attention's weights", "gradients", 2 * s.P_attention * s.b - out_weights.num_bytes)
         of_inputs += [
             Line("the same in one tensor", "activations", heads),
-            *_fullest(in_order, [weights, *_sums_sent(s)]),
+            Line("attention's weights and their gradients", "gradients", 1.5 * s.P_attention * s.b),
+            *_sums_sent(s),
         ]
         if s.regather:
             of_inputs.append(_gathered(s, "tokens for attention"))
-    return [_residual(s), *_fullest(of_output, of_scores, of_norms, of_inputs)]
+    return [_residual(s), *_fullest(of_output, of_scores, of_norms if s.qk_norm != "none" else [], of_inputs)]
 
 
 def dense_working(s: Letters) -> Lines:
@@ -375,9 +367,8 @@ def dense_working(s: Letters) -> Lines:
         of_inputs.append(Line("gradients of the input", "activations", 2 * s.t * s.D * s.b))
     else:
         of_output.append(_gathered(s, "gradients for the dense layer"))
-        in_order = [Line("gradients by chunk, and in their order", "activations", 4 * s.T * s.w * s.b)]
-        sent = [Line("weights in one tensor", "gradients", 2 * s.P_dense * s.b / MATRICES), *_sums_sent(s)]
-        of_inputs = [*_fullest(in_order if s.C > 1 else [], [*of_inputs, *sent])]
+        joined = Line("weights in one tensor", "gradients", 2 * s.P_dense * s.b / MATRICES)
+        of_inputs += [joined, *_sums_sent(s)]
         if s.regather:
             of_inputs.append(_gathered(s, "tokens for the dense layer"))
     return [_residual(s), *_fullest(of_output, of_product, of_inputs)]
@@ -385,6 +376,8 @@ def dense_working(s: Letters) -> Lines:
 
 def experts_working(s: Letters) -> Lines:
     """Return what the experts' backward adds: while tokens' gradients are made or sent, or when the weights' are."""
+    borrows, gathers = s.strategy == "gather_weights", s.strategy == "gather_tokens" and s.N > 1
+    tokens = s.R if s.strategy == "all_to_all" else s.t if borrows else s.T
     lines = [
         _residual(s),
         Line("gradient of the experts' input", "activations", s.t * s.D * s.b),
@@ -393,51 +386,34 @@ def experts_working(s: Letters) -> Lines:
     ]
     if s.again:
         lines.append(Line("gate and up products, again", "activations", 2 * s.R / s.C * s.f * s.b))
-    if s.N > 1 and s.strategy == "gather_tokens":
+    if borrows:
+        lines.append(Line("all slices of the experts", "gathered", MATRICES * s.E * s.f * s.D * s.b))
+    if gathers:
         lines.append(_gathered(s, "gradients for the experts"))
         if s.regather:
             lines.append(_gathered(s, "tokens for the experts"))
-    if s.strategy == "gather_weights":
-        lines.append(Line("all slices of the experts", "gathered", MATRICES * s.E * s.f * s.D * s.b))
-    return [*lines, *_fullest(_rows_stage(s), _send_stage(s), _weights_stage(s))]
-
-
-def _rows_stage(s: Letters) -> Lines:
-    """Return the rows at work: the loop holds those of one expert, the grouped product those of all."""
-    tokens = s.R if s.strategy == "all_to_all" else s.t if s.strategy == "gather_weights" else s.T
+    # The loop holds the rows of one expert at a time, the grouped product those of all.
     if s.static:
-        rows = s.R / s.C
-        sums = (16 if s.A > 1 else 12) * tokens / s.C * s.D
-        most = max(rows * (2 * s.D - s.f) * s.b, rows * s.f * (12 if s.extra else 4), rows * s.D * s.b + sums)
-        return [
+        rows, outputs = s.R / s.C, s.R * s.D * (s.b + 4)
+        summed = rows * s.D * s.b + 16 * tokens / s.C * s.D
+        most = max(rows * (2 * s.D - s.f) * s.b, rows * s.f * (12 if s.extra else 4), summed)
+        of_rows = [
             Line("products and gradients of rows", "activations", 5 * rows * s.f * s.b),
             Line("outputs' gradients, or sums by token", "activations", most),
         ]
-    rows = s.R / s.e / s.C
-    one = rows * (3 * s.f + 2 * s.D) * s.b
-    if s.extra:
-        one = max(one, rows * (14 * s.f + 2 * s.D), rows * (4 * s.f + 6 * s.D))
-    return [
-        Line("sums of the tokens' gradients", "activations", 4 * tokens / s.C * s.D),
-        Line("rows of one expert", "activations", one),
-    ]
-
-
-def _send_stage(s: Letters) -> Lines:
-    """Return what goes home: tokens' gradients, or those of all slices of the experts."""
-    if s.strategy != "gather_weights":
-        return _sums_sent(s) if s.strategy == "gather_tokens" else []
-    copies = 3 if s.gloo else 2
-    lines = [Line("gradients of all slices, and as sent", "gradients", (copies * s.N + 1) * s.P_experts * s.b)]
-    if s.gloo and s.extra:
-        lines.append(Line("gloo's float32 sums", "gradients", 4 * (s.N + 1) * s.P_experts))
-    return lines
-
-
-def _weights_stage(s: Letters) -> Lines:
-    whole = s.N if s.strategy == "gather_weights" else 1
-    outputs = s.R * s.D * (s.b + 4) if s.static else s.R / s.e * s.D * (2 * s.b + 4)
-    return [
-        Line("gradients of the experts", "gradients", whole * s.P_experts * s.b),
+    else:
+        rows, outputs = s.R / s.e, s.R / s.e * s.D * (2 * s.b + 4)
+        of_rows = [
+            Line("sums of the tokens' gradients", "activations", 4 * tokens / s.C * s.D),
+            Line("rows of one expert", "activations", 4 * rows / s.C * (3 * s.f + 2 * s.D)),
+        ]
+    of_weights = [
+        Line("gradients of the experts", "gradients", (s.N if borrows else 1) * s.P_experts * s.b),
         Line("gradients of outputs", "activations", outputs),
     ]
+    sent = _sums_sent(s) if gathers else []
+    if borrows:
+        wide = s.extra if s.gloo else 0  # gloo sums in float32, from a second buffer
+        whole = ((3 if s.gloo else 2) * s.b + wide) * s.N * s.P_experts
+        sent = [Line("gradients of all slices, and as sent", "gradients", whole + (s.b + wide) * s.P_experts)]
+    return [*lines, *_fullest(of_rows, sent, of_weights)]
