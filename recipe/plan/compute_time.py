@@ -52,49 +52,60 @@ class Both(NamedTuple):
 
 def attention_times(job: Job, rates: Rates) -> Both:
     """Return the seconds of a layer's attention with the norm before it and the sum after it."""
-    sizes, tp, chunks = job.sizes, job.layout.tp, job.num_chunks
-    tokens, rank_tokens, width, head = job.num_tokens, job.tokens_per_rank, sizes.hidden_size, sizes.head_dim
+    sizes, tp, tokens, head = job.sizes, job.layout.tp, job.num_tokens, job.sizes.head_dim
     heads, kv_heads = sizes.num_attention_heads / tp, max(sizes.num_key_value_heads / tp, 1)
     query, key_value = heads * head, kv_heads * head
-    rows, here, shared = tokens / chunks, rank_tokens * width, tp > 1
     length = job.attention_length or job.block_size
-
-    def product(kind: str, inner: float, out: float) -> float:
-        return rates.product_s(kind, rows=rows, width=inner, out=out, count=chunks)
 
     def core(backward: bool) -> float:
         return rates.attention_s(tokens=tokens, num_heads=heads, head_dim=head, length=length, backward=backward)
 
-    turned = tokens * (query + key_value)
-    normed = turned if sizes.qk_norm != "none" else 0.0
-    projected = tokens * (query + 2 * key_value)
+    turned, projected = tokens * (query + key_value), tokens * (query + 2 * key_value)
     # Each projection made contiguous, and attention's output; gathered in chunks they are put in order, too.
     copies = rates.pass_s("copy", projected) + rates.pass_s("copy", tokens * query)
-    in_order = rates.pass_s("copy", projected) + rates.pass_s("copy", tokens * query) if chunks > 1 else 0.0
-    repeats = rates.pass_s("copy", 2 * tokens * query) if heads > kv_heads else 0.0
+    both = rates.pass_s("rotate", turned) + (copies if job.num_chunks > 1 else 0.0)
+    both += rates.pass_s("copy", 2 * tokens * query) if heads > kv_heads else 0.0
+    norms = [rates.pass_s(name, turned) if sizes.qk_norm != "none" else 0.0 for name in ("norm", "norm_backward")]
+    return _half_of_a_layer(
+        job,
+        rates,
+        first=query + 2 * key_value,
+        second=query,
+        between=(both + copies + norms[0] + core(False), both + (2 if tp > 1 else 1) * copies + norms[1] + core(True)),
+    )
+
+
+def dense_times(job: Job, rates: Rates) -> Both:
+    """Return the seconds of a dense feed-forward layer with the norm before it and the sum after it."""
+    width = job.sizes.intermediate_size / job.layout.tp
+    elements = job.num_tokens * width
+    between = (rates.pass_s("activation", elements), rates.pass_s("activation_backward", elements))
+    return _half_of_a_layer(job, rates, first=2 * width, second=width, between=between)
+
+
+def _half_of_a_layer(job: Job, rates: Rates, *, first: float, second: float, between: tuple[float, float]) -> Both:
+    """Return the seconds of products on gathered tokens to `first` numbers per token, and of `second` to their sums.
+
+    between  of what is worked on between the products, forward and backward
+    """
+    hidden, tokens, chunks = job.sizes.hidden_size, job.num_tokens, job.num_chunks
+    here = job.tokens_per_rank * hidden
+
+    def product(kind: str, inner: float, out: float) -> float:
+        return rates.product_s(kind, rows=tokens / chunks, width=inner, out=out, count=chunks)
+
     forward = Times(
         before=rates.pass_s("norm", here),
-        chunked=product("forward", width, query + 2 * key_value),
-        between=copies
-        + in_order
-        + repeats
-        + rates.pass_s("rotate", turned)
-        + (rates.pass_s("norm", normed) if normed else 0.0)
-        + core(False),
-        sums=product("forward", query, width),
+        chunked=product("forward", hidden, first),
+        between=between[0],
+        sums=product("forward", second, hidden),
         after=rates.pass_s("add", here),
     )
     backward = Times(
-        chunked=product("input_gradient", width, query),
-        between=rates.product_s("weight_gradient", rows=tokens, width=query, out=width)
-        + (2 if shared else 1) * copies
-        + in_order
-        + repeats
-        + rates.pass_s("rotate", turned)
-        + (rates.pass_s("norm_backward", normed) if normed else 0.0)
-        + core(True),
-        sums=product("input_gradient", query + 2 * key_value, width),
-        weights=rates.product_s("weight_gradient", rows=tokens, width=query + 2 * key_value, out=width),
+        chunked=product("input_gradient", hidden, second),
+        between=between[1] + rates.product_s("weight_gradient", rows=tokens, width=second, out=hidden),
+        sums=product("input_gradient", first, hidden),
+        weights=rates.product_s("weight_gradient", rows=tokens, width=first, out=hidden),
         after=rates.pass_s("norm_backward", here) + rates.pass_s("add", here),
     )
     return Both(forward, backward)
@@ -219,33 +230,6 @@ def router_times(job: Job, exact: Rates) -> Both:
     forward = Times(before=exact.product_s("forward", **shape) + half)
     backward = Times(
         after=exact.product_s("input_gradient", **shape) + exact.product_s("weight_gradient", **shape) + half
-    )
-    return Both(forward, backward)
-
-
-def dense_times(job: Job, rates: Rates) -> Both:
-    """Return the seconds of a dense feed-forward layer with the norm before it and the sum after it."""
-    sizes, chunks, tokens = job.sizes, job.num_chunks, job.num_tokens
-    hidden, width, here = sizes.hidden_size, sizes.intermediate_size / job.layout.tp, job.tokens_per_rank
-    rows = tokens / chunks
-
-    def product(kind: str, inner: float, out: float) -> float:
-        return rates.product_s(kind, rows=rows, width=inner, out=out, count=chunks)
-
-    forward = Times(
-        before=rates.pass_s("norm", here * hidden),
-        chunked=product("forward", hidden, 2 * width),
-        between=rates.pass_s("activation", tokens * width),
-        sums=product("forward", width, hidden),
-        after=rates.pass_s("add", here * hidden),
-    )
-    backward = Times(
-        chunked=product("input_gradient", hidden, width),
-        between=rates.product_s("weight_gradient", rows=tokens, width=width, out=hidden)
-        + rates.pass_s("activation_backward", tokens * width),
-        sums=product("input_gradient", 2 * width, hidden),
-        weights=rates.product_s("weight_gradient", rows=tokens, width=2 * width, out=hidden),
-        after=rates.pass_s("norm_backward", here * hidden) + rates.pass_s("add", here * hidden),
     )
     return Both(forward, backward)
 

@@ -67,7 +67,7 @@ def _hardware(block: Any) -> Hardware:
         "device": _device,
         "memory_bytes": _count,
         "ranks_per_node": _count,
-        "peak_flops_per_s": _mapping(_positive, may_be_empty=True),
+        "peak_flops_per_s": _mapping(_positive),
         "memory_bytes_per_s": _positive,
         "intra": _optional(link),
         "inter": _optional(link),

@@ -124,7 +124,8 @@ def _most_at_once(
     """Return the step with the most sequences at once, of these choices, that fit; None where it never does."""
 
     def sized(num_sequences: int) -> Sized:
-        changed = with_micro_batch(job, request=request, num_sequences=num_sequences)
+        accumulation = request.sequences_per_step // (job.layout.dp * num_sequences)
+        changed = replace(job, num_sequences=num_sequences, accumulation=accumulation)
         return Sized(changed, memory.predict(changed))
 
     if not choices:
@@ -142,15 +143,6 @@ def _most_at_once(
         else:
             high = middle
     return best
-
-
-def with_micro_batch(job: Job, *, request: PlanRequest, num_sequences: int) -> Job:
-    """Return the same step in micro-batches of another size."""
-    return replace(
-        job,
-        num_sequences=num_sequences,
-        accumulation=request.sequences_per_step // (job.layout.dp * num_sequences),
-    )
 
 
 def _too_large(request: PlanRequest, arrangement: Arrangement, *, memory: MemoryModel, room_bytes: int) -> Rejected:

@@ -21,12 +21,10 @@ from recipe.plan.memory_lines import letters_of
 from recipe.plan.parameters import layer_shapes, outer_shapes, rank_parameters
 from recipe.plan.traffic import flat_groups, weights_of
 from recipe.plan.zero3 import DEFAULTS, PLAIN_BUCKET
-from recipe.settings.execution import WireOptions
 from recipe.settings.model import sizes_of
 from recipe.shared.flops import count_parameters, model_flops_per_token
 from tests.parity import TINY, mixed_config, tiny_config
-
-WIRE = WireOptions(overlap=False, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto")
+from tests.traffic_jobs import WIRE, small_job
 
 
 def job(*, layout: ParallelLayout | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Job:
@@ -35,16 +33,12 @@ def job(*, layout: ParallelLayout | None = None, model: dict[str, Any] | None = 
         "layout": layout or ParallelLayout(tp=2, ep=2),
         "num_sequences": 4,
         "block_size": 64,
-        "accumulation": 1,
-        "strategy": "gather_tokens",
-        "wire": WIRE,
         "experts_backend": "grouped",
         "zero": {"stage": 2, "reduce_bucket_size": 1024},
         "precision": "bf16",
-        "recompute": False,
         "device": "cuda",
     }
-    return Job(**(values | changes))
+    return replace(small_job(), **(values | changes))
 
 
 def meta_model(config: GatherMoeConfig, layout: ParallelLayout) -> Any:
@@ -202,10 +196,8 @@ def test_defaults_are_deepspeeds() -> None:
 
 
 def test_the_margin_is_a_share_of_the_rest_and_is_said() -> None:
-    plan = predict_memory(job(), margin=0.25)
-    assert plan.margin == int(0.25 * plan.peak_bytes)
-    assert plan.total_bytes == plan.peak_bytes + plan.margin
-    last = explain_memory(job(), margin=0.25)[-1]
+    plan, last = predict_memory(job(), margin=0.25), explain_memory(job(), margin=0.25)[-1]
+    assert plan.total_bytes - plan.peak_bytes == plan.margin == int(0.25 * plan.peak_bytes)
     assert (last.kind, last.formula, last.basis) == ("margin", "0.25 of the rest", ASSUMED)
 
 

@@ -15,9 +15,10 @@ from recipe.plan.space import Arrangement, PlanRequest, make_job
 from recipe.plan.step_time import TimePlan, mfu, predict_time
 from recipe.plan.traffic import planned_traffic, ring_bytes
 from recipe.plan.wire_time import Ring, call_seconds, ring_of
-from recipe.settings.execution import WireOptions
 from recipe.shared.flops import model_flops_per_token
 from tests.plan_hardware import flat_hardware
+from tests.traffic_jobs import WIRE as WITHOUT_OVERLAP
+from tests.traffic_jobs import small_job
 
 MODEL: dict[str, Any] = {
     "vocab_size": 512,
@@ -37,26 +38,12 @@ MODEL: dict[str, Any] = {
     "norm_topk_prob": True,
     "rms_norm_eps": 1e-6,
 }
-WIRE = WireOptions(
-    overlap=True, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto", resident_experts=0
-)
+WIRE = replace(WITHOUT_OVERLAP, overlap=True)
 
 
 def job(*, dp: int = 1, tp: int = 1, ep: int = 1, overlap: bool = True, **changes: Any) -> Job:
-    values: dict[str, Any] = {
-        "model": MODEL,
-        "num_sequences": 2,
-        "block_size": 256,
-        "accumulation": 1,
-        "strategy": "gather_tokens",
-        "wire": replace(WIRE, overlap=overlap),
-        "experts_backend": "loop",
-        "zero": {"stage": 1},
-        "precision": "fp32",
-        "recompute": False,
-        "device": "cpu",
-    }
-    return Job(layout=ParallelLayout(dp=dp, tp=tp, ep=ep), **values | changes)
+    values = {"model": MODEL, "block_size": 256, "wire": replace(WIRE, overlap=overlap), **changes}
+    return replace(small_job(dp, tp, ep), **values)
 
 
 def computing_s(plan: TimePlan) -> float:
