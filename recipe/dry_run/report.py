@@ -13,7 +13,6 @@ from recipe.dry_run.ledger import Sent, add_up
 from recipe.dry_run.live_memory import BLOCK_KINDS, HEAD, block_phase
 from recipe.plan.job import Job
 from recipe.plan.memory import Moment, moments, predict_memory
-from recipe.plan.model_traffic import num_chunks
 from recipe.plan.traffic import planned_traffic
 from recipe.shared.units import size
 
@@ -69,7 +68,7 @@ def compare(found: DryRun, job: Job, *, rank: int = 0) -> Comparison:
     the head takes fewer tokens at a time. Rows of an exchange are planned for the rank that was run: where they do not
     divide, it sends a few more or less than the mean. Memory is that of one micro-batch of a rank without ZeRO.
     """
-    wire = replace(job.wire, overlap_chunks=num_chunks(job)) if job.wire.overlap else job.wire
+    wire = replace(job.wire, overlap_chunks=job.num_chunks) if job.wire.overlap else job.wire
     as_run = replace(job, wire=wire, device="cpu")
     planned = [Sent(*row) for row in planned_traffic(replace(as_run, rho=even_share(job, rank=rank)))]
     as_counted = [row._replace(purpose="attention") if row.purpose == "dense" else row for row in planned]

@@ -19,8 +19,7 @@ from modeling.vocabulary import Vocabulary, vocab_parallel_losses
 from recipe.measure.timing import Sizes, Timing, Work
 from recipe.plan.hardware_file import PRODUCT_KINDS
 from recipe.plan.hardware_values import AttentionRate, Curve, ProductRate
-from recipe.plan.passes import PASSES
-from recipe.plan.rates import ATTENTION_BACKWARD_FLOPS
+from recipe.plan.rates import ATTENTION_BACKWARD_FLOPS, PASSES
 
 NUM_EXPERT_WEIGHTS = 8  # whose weights are taken in turn, so that none is still in the cache
 NUM_ATTENTION_HEADS = 4

@@ -12,7 +12,7 @@ import pytest
 
 from recipe.dry_run.ledger import Sent
 from recipe.plan.job import Job
-from recipe.plan.zero_defaults import DEFAULTS
+from recipe.plan.zero3 import DEFAULTS
 from tests.ranks import run_ranks
 from tests.traffic_jobs import engine_config, small_job
 
@@ -234,10 +234,10 @@ def one_group(*_: Any) -> list[dict[str, int]]:
 @pytest.mark.parametrize(
     ("stage", "name", "value", "row"),
     [
-        (2, "recipe.plan.zero_traffic.ALIGNMENT", 512, "all_gather"),
-        (2, "recipe.plan.zero_traffic.SUM_BYTES", 2, "all_reduce"),
-        (2, "recipe.plan.zero_traffic.flat_groups", one_group, "all_gather"),
-        (3, "recipe.plan.zero_defaults.DEFAULTS", dict.fromkeys(DEFAULTS, 1), "all_gather"),
+        (2, "recipe.plan.traffic.ALIGNMENT", 512, "all_gather"),
+        (2, "recipe.plan.traffic.WIDE_BYTES", 2, "all_reduce"),
+        (2, "recipe.plan.traffic.flat_groups", one_group, "all_gather"),
+        (3, "recipe.plan.zero3.DEFAULTS", dict.fromkeys(DEFAULTS, 1), "all_gather"),
     ],
     ids=["padding", "type of sums", "optimizer groups", "thresholds"],
 )

@@ -25,7 +25,7 @@ from recipe.measure.products import MAKERS, Random, _product, measure_attention,
 from recipe.measure.timing import PASS_BYTES, Sizes, Timing, by_case, sizes_for
 from recipe.plan.hardware import find_hardware
 from recipe.plan.hardware_values import Link, Measured
-from recipe.plan.passes import PASSES
+from recipe.plan.rates import PASSES
 from recipe.plan.wire_time import STEPS
 from recipe.shared.ranks import OneRank, TorchRanks
 from tests.ranks import run_ranks

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from recipe.plan.hardware import find_hardware
+from recipe.plan.hardware import ALIASES, SHEETS, find_hardware, known_names
 from recipe.plan.hardware_file import FORMAT, hardware_as_json, read_hardware
-from recipe.plan.hardware_table import ALIASES, SHEETS, known_names
 from recipe.plan.rates import ATTENTION_BACKWARD_FLOPS, Rates
 from recipe.shared.flops import table_peak
 from recipe.shared.json_files import write_json
