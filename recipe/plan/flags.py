@@ -140,7 +140,7 @@ def read_job(
     per_node = node_size(flags) if device == "cuda" else node_size(flags, usual=flags.gpus, name="a CPU")
     settings = resolve_config(
         arguments,
-        ds_config=_with_flags(load_deepspeed_json(flags.ds_config), flags),
+        deepspeed_json=_with_flags(load_deepspeed_json(flags.ds_config), flags),
         ranks=WorldInfo(
             world_size=flags.gpus,
             local_world_size=per_node,

@@ -60,7 +60,7 @@ class _Collected:
                 self.values[name], self.places[name] = value, place
 
     def _with_one_ds_config(self, layer: Mapping[str, Any], *, place: str) -> dict[str, Any]:
-        """The layer with the DeepSpeed file under `ds_config`, whichever of its names it was given by."""
+        """Put the DeepSpeed file of a layer under `ds_config`, whichever of its names it was given by."""
         paths = {name: layer[name] for name in DEEPSPEED_FLAGS if name in layer}
         rest = {name: value for name, value in layer.items() if name not in paths}
         if len(set(map(str, paths.values()))) > 1:
@@ -83,14 +83,14 @@ class _Collected:
 
 
 class _Words(NamedTuple):
-    """flags: the words that follow each flag. files: argument files, which belong to no flag."""
+    """The words that follow each flag, and argument files, which belong to no flag."""
 
     flags: dict[str, list[str]]
     files: list[str]
 
 
 def parse_arguments(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None) -> Arguments:
-    """Typed flags from `argv` (default: the process's own); `defaults` are the caller's, for what nobody has set.
+    """Read typed flags from `argv` (default: the process's own); `defaults` are the caller's, for what is not set.
 
     Accepts one positional .json or .yaml argument file. ValueError lists every fault; --help prints and exits with 0.
     """
@@ -140,7 +140,7 @@ def _scan(argv: list[str], *, faults: list[str]) -> _Words:
 
 
 def _values(flags: Mapping[str, list[str]], *, collected: _Collected) -> dict[str, Any]:
-    """One value per flag: its word, the list of its words, or true for a bare switch."""
+    """Take one value per flag: its word, the list of its words, or true for a bare switch."""
     values: dict[str, Any] = {}
     for name, words in flags.items():
         kind = collected.specs[name].kind if name in collected.specs else str
@@ -156,6 +156,7 @@ def _values(flags: Mapping[str, list[str]], *, collected: _Collected) -> dict[st
 
 
 def _lay_file_under(path: str, *, collected: _Collected) -> None:
+    """Lay an argument file under what the command line gave."""
     try:
         layer = _read_argument_file(path)
     except ValueError as error:
@@ -181,7 +182,7 @@ def _read_argument_file(path: str) -> dict[str, Any]:
 
 
 def _lay_block_under(collected: _Collected) -> None:
-    """The "arguments" block of the DeepSpeed JSON lies lowest."""
+    """Lay the "arguments" block of the DeepSpeed JSON under all other layers."""
     path = collected.values.get("ds_config")
     if path is None:
         return
@@ -202,7 +203,7 @@ def _lay_block_under(collected: _Collected) -> None:
 
 
 def _typed(collected: _Collected) -> Arguments:
-    """The values that convert and respect their limits; a fault for each that does not."""
+    """Convert the values that can be and respect their limits; record a fault for each that cannot."""
     values: dict[str, Any] = {}
     for name, raw in collected.values.items():
         try:
@@ -216,7 +217,7 @@ def _typed(collected: _Collected) -> Arguments:
 
 
 def _combination_faults(arguments: Arguments) -> Iterator[str]:
-    """Flags that are fine alone but not together; those of the data are checked where they are read."""
+    """Yield flags that are fine alone but not together; those of the data are checked where they are read."""
     a = arguments
     if a.model_name_or_path is None and a.config_name is None:
         yield "no model is named; give --config_name (a preset such as demo, or a config.json) or --model_name_or_path"
@@ -248,7 +249,7 @@ def _combination_faults(arguments: Arguments) -> Iterator[str]:
 
 
 def _hub_faults(arguments: Arguments) -> Iterator[str]:
-    """Flags about what is pushed to the hub without a push, and a push without weights."""
+    """Yield flags about a push to the hub where there is none, and a push without weights."""
     a = arguments
     for name in ("hub_model_id", "hub_private_repo"):
         if getattr(a, name) is not None and not a.push_to_hub:
@@ -260,7 +261,7 @@ def _hub_faults(arguments: Arguments) -> Iterator[str]:
 
 
 def _help_parser(specs: Mapping[str, FlagSpec]) -> argparse.ArgumentParser:
-    """Used for its formatting of --help; the words themselves are read by `_scan`, which can list every fault."""
+    """Make a parser that formats --help; the words themselves are read by `_scan`, which can list every fault."""
     parser = argparse.ArgumentParser(
         prog="run_pretrain.py",
         description="Pretrain a Mixture-of-Experts language model with DeepSpeed.",

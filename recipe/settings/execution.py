@@ -167,7 +167,7 @@ class GraphFacts:
 
 def settle_graphs(sources: Sources, *, facts: GraphFacts) -> bool:
     """ "auto" takes graphs where they are possible and notes what stands in the way; `true` there is a fault."""
-    block = look_up(sources.ds_config, "parallel")
+    block = look_up(sources.json, "parallel")
     wish = block.get("cuda_graph", "auto") if isinstance(block, Mapping) else "auto"
     reasons = "; ".join(_eager_reasons(facts, attention=sources.arguments.attn_implementation))
     if wish == "auto":

@@ -1,4 +1,4 @@
-"""Every flag of a training run, declared once: its name, type, default, group, limits and help.
+"""Every flag of a training run, declared once: its name, type, default, group, limits and help; and reading values.
 
 Names are those of transformers' `run_clm.py` and `TrainingArguments` wherever the thing exists there. Standard
 library only, so that `--help` prints without loading torch.
@@ -32,7 +32,7 @@ class FlagSpec:
     at_most: float | None = None
 
     def read(self, raw: object) -> Any:
-        """`raw`, a text or a JSON value, as the flag's type; ValueError where it is none or breaks a limit."""
+        """Read a text or a JSON value as the flag's type; ValueError where it is none or breaks a limit."""
         if raw is None and self.default is None:
             return None
         value = convert(raw, kind=self.kind)
@@ -222,12 +222,12 @@ class Arguments:
     hub_names: tuple[str, ...] = ()
 
     def place(self, name: str) -> str:
-        """Where a flag was set, like "on the command line"."""
+        """Return where a flag was set, like "on the command line"."""
         return self.given.get(name, "by default")
 
 
 def flag_specs() -> dict[str, FlagSpec]:
-    """All flags by name, in the order they are declared."""
+    """Return all flags by name, in the order they are declared."""
     hints = get_type_hints(Arguments)
     defaults = Arguments()
     return {
@@ -238,7 +238,7 @@ def flag_specs() -> dict[str, FlagSpec]:
 
 
 def _plain(hint: Any) -> type:
-    """`int | None` -> int, `tuple[str, ...]` -> tuple, `Mapping[str, Any]` -> dict."""
+    """Return int for `int | None`, tuple for `tuple[str, ...]`, dict for `Mapping[str, Any]`."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))
     plain: type = get_origin(hint) or hint
@@ -246,13 +246,13 @@ def _plain(hint: Any) -> type:
 
 
 def convert(value: object, *, kind: type) -> Any:
-    """`value` as a `kind` (str, int, float, bool, tuple of strings, dict); ValueError in words when it is not one."""
+    """Read `value` as a `kind` (str, int, float, bool, tuple of strings, dict); ValueError where it is none."""
     converters = {str: _string, int: _integer, float: _number, bool: _truth, tuple: _strings, dict: _mapping}
     return converters[kind](value)
 
 
 def same_value(left: object, right: object) -> bool:
-    """Equal as settings: 1e-4 equals 0.0001, 1 equals 1.0, (0.9, 0.95) equals [0.9, 0.95]; true is not 1."""
+    """Compare as settings: 1e-4 equals 0.0001, 1 equals 1.0, (0.9, 0.95) equals [0.9, 0.95]; true is not 1."""
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
@@ -320,7 +320,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    """`num_experts=16` as ("num_experts", 16); a value that is not JSON stays the text it is."""
+    """Read `num_experts=16` as ("num_experts", 16); a value that is not JSON stays the text it is."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ValueError(f"{text!r} is not key=value")

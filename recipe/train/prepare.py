@@ -54,7 +54,7 @@ def settle_request(arguments: Arguments, *, world: World, model: ModelSettings, 
     """Settle flags, DeepSpeed JSON and model for the ranks there are; ValueError lists `faults` with its own."""
     settings = resolve_config(
         arguments,
-        ds_config=load_deepspeed_json(arguments.ds_config),
+        deepspeed_json=load_deepspeed_json(arguments.ds_config),
         ranks=WorldInfo(
             world_size=world.world_size,
             local_world_size=world.local_world_size,
@@ -140,7 +140,7 @@ def prepare_engine(run: Run) -> Engine:
     arguments = run.arguments
     # Numbers drawn while training, as for dropout, are the same within a group and differ between groups.
     torch.manual_seed(arguments.seed + run.mesh.dp_rank)
-    execution = run.settings.parallel.execution
+    execution = run.settings.execution
     model = build_model(run.config, mesh=run.mesh, execution=execution, seed=arguments.seed)
     folder = run.model_folder
     if folder is not None:
@@ -165,7 +165,7 @@ def start_engine(model: GatherMoeForCausalLM, *, arguments: Arguments, settings:
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     optimizer = build_optimizer(model, settings.optimizer)
     engine = Engine(model, ds_config=settings.engine, optimizer=optimizer, seed=arguments.seed)
-    if settings.parallel.execution.cuda_graph:
+    if settings.execution.cuda_graph:
         install_graphs(engine.model, capture=CudaCapture())
     return engine
 

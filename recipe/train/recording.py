@@ -161,7 +161,7 @@ class StepRecorder:
             "device": run.world.device,
             "model": Path(str(run.arguments.config_name or run.arguments.model_name_or_path)).name,
             "layout": {"dp": settings.layout.dp, "tp": settings.layout.tp, "ep": settings.layout.ep},
-            "parallel": asdict(settings.parallel),
+            "execution": asdict(settings.execution),
             "num_layers": run.config.num_hidden_layers,
             "zero_stage": settings.zero_stage,
             "precision": settings.precision,

@@ -47,9 +47,8 @@ def _train(rank: int, world_size: int, flags: Flags, graphs: bool) -> Ran:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     said: list[str] = []
     request = run_pretrain.read_request([f"--{name}={value}" for name, value in flags.items()])
-    parallel = request.settings.parallel
-    parallel = replace(parallel, execution=replace(parallel.execution, cuda_graph=graphs))
-    request = request._replace(settings=replace(request.settings, parallel=parallel))
+    execution = replace(request.settings.execution, cuda_graph=graphs)
+    request = request._replace(settings=replace(request.settings, execution=execution))
     capture = EmulatedCapture()
     with ExitStack() as stack:
         stack.enter_context(patch("recipe.train.prepare.CudaCapture", lambda: capture))

@@ -79,7 +79,9 @@ def resolved_job(plan: Plan, wanted: PlanRequest, *, name: str, folder: Path) ->
         compute_capability=wanted.hardware.compute_capability,
     )
     model = read_model(arguments).kwargs
-    settings = resolve_config(arguments, ds_config=load_deepspeed_json(str(file)), ranks=ranks, sizes=sizes_of(model))
+    settings = resolve_config(
+        arguments, deepspeed_json=load_deepspeed_json(str(file)), ranks=ranks, sizes=sizes_of(model)
+    )
     return job_of(settings, model=model, recompute=arguments.gradient_checkpointing, device=wanted.hardware.device)
 
 

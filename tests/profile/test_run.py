@@ -207,7 +207,7 @@ def assert_traffic_is_planned(summary: Summary, flags: Flags) -> None:
     model = read_model(arguments).kwargs
     ranks = WorldInfo(world_size=2, local_world_size=2, device="cpu", compute_capability=None)
     ds_config = load_deepspeed_json(arguments.ds_config)
-    settings = resolve_config(arguments, ds_config=ds_config, ranks=ranks, sizes=sizes_of(model))
+    settings = resolve_config(arguments, deepspeed_json=ds_config, ranks=ranks, sizes=sizes_of(model))
     job = job_of(settings, model=model, recompute=True, device="cpu")
     planned, seen = planned_traffic(job), summary.transfers
     assert {row.route.among for row in seen} == {"2 ranks"}

@@ -309,7 +309,7 @@ def test_the_files_users_start_from_resolve_and_deepspeed_takes_them(path: Path)
     for world_size in (1, 2) if alone else (8,):
         got = resolve_config(
             arguments,
-            ds_config=load_deepspeed_json(arguments.ds_config),
+            deepspeed_json=load_deepspeed_json(arguments.ds_config),
             ranks=WorldInfo(world_size=world_size, local_world_size=world_size),
             sizes=sizes_of(read_model(arguments).kwargs),
         )
