@@ -8,8 +8,6 @@ from recipe.checkpoint.commit import Save, Writer, write_checkpoint
 from recipe.checkpoint.files import Files
 from recipe.shared.ranks import OneRank, Ranks
 
-TIMED = ("tokens_per_s", "model_flops_per_s", "mfu", "peak_memory_bytes")
-
 
 def save(root: Path, step: int, *, write: Writer | None = None, ranks: Ranks | None = None, **options: Any) -> Path:
     """Save a checkpoint of two files, hf/model.bin of 10,000 bytes and state.json, or of what `write` writes."""
@@ -37,8 +35,3 @@ def fail(folder: Path, files: Files) -> None:
 
 def entries(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def untimed(line: dict[str, Any]) -> dict[str, Any]:
-    """A log line without what differs from one run to the next."""
-    return {key: value for key, value in line.items() if key not in TIMED}

@@ -1,7 +1,7 @@
 """Work of a step that is bound by memory, named, with the numbers that each element makes travel.
 
 The counts are of the torch operators that the code runs one after another, each reading its inputs and writing its
-result. A probe runs the same operators (recipe/measure/passes.py) and times them instead.
+result. A probe runs the same operators (recipe/measure/products.py) and times them instead.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What all ranks read is made once per file system; a folder is built out of sight and appears when it is whole."""
+"""A folder that all ranks read, built once per file system, out of sight, and visible when it is whole."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ LOCK_POLL_S = 0.1
 
 
 class _View(NamedTuple):
-    """What one rank sees."""
+    """Whether a rank sees the folder, and on which host."""
 
     host: str
     present: bool
@@ -111,7 +111,7 @@ def _locked(lock: IO[str]) -> bool:
 
 
 def _flush_to_disk(folder: Path) -> None:
-    """A rename may reach the disk before the bytes it names, unless they are sent ahead."""
+    """Send the files to the disk, or a rename might reach it before the bytes it names."""
     for path in [*folder.iterdir(), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

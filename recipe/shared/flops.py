@@ -43,7 +43,7 @@ SAME_DEVICE = re.compile(r"([ -](\d+GB|HBM\d\w?|SXM\d?|PCIE|OAM|3E))*", re.IGNOR
 
 
 class ParameterCounts(NamedTuple):
-    """`active` counts, of the experts, only the ones a token is sent to."""
+    """Parameters of a model: all of them, and without the experts that a token is not sent to."""
 
     total: int
     active: int
@@ -57,7 +57,7 @@ class Peak(NamedTuple):
 
 
 def count_parameters(sizes: ModelSizes) -> ParameterCounts:
-    """All parameters of the whole model, bias-free, tied embeddings counted once."""
+    """Count the parameters of the whole model, without biases, tied embeddings once."""
     outer = sum(prod(shape) for shape in outer_shapes(sizes).values())
     return ParameterCounts(
         total=outer + sum(_layer_weights(sizes, experts=sizes.num_experts)),
@@ -66,7 +66,7 @@ def count_parameters(sizes: ModelSizes) -> ParameterCounts:
 
 
 def model_flops_per_token(sizes: ModelSizes, *, attention_length: float) -> float:
-    """Training FLOPs; `attention_length` is l above, the block size where documents fill whole blocks."""
+    """Return training FLOPs; `attention_length` is l above, the block size where documents fill whole blocks."""
     head = sizes.vocab_size * sizes.hidden_size
     matrices = head + _layer_weights(sizes, experts=sizes.num_experts_per_tok).matrices
     attention = sizes.num_hidden_layers * sizes.num_attention_heads * sizes.head_dim * attention_length
@@ -74,7 +74,7 @@ def model_flops_per_token(sizes: ModelSizes, *, attention_length: float) -> floa
 
 
 def sum_squared_lengths(document_starts: Iterable[Iterable[int]], *, block_size: int) -> int:
-    """Sum of length^2 over the documents of a micro-batch, from where they start in each of its sequences."""
+    """Sum length^2 over the documents of a micro-batch, given where they start in each of its sequences."""
     total = 0
     for sequence in document_starts:
         starts = [*sequence, block_size]
@@ -83,7 +83,7 @@ def sum_squared_lengths(document_starts: Iterable[Iterable[int]], *, block_size:
 
 
 def find_peak(device: str, *, precision: str) -> Peak:
-    """The peak of this process's "cpu" or "cuda" device in "bf16" or "fp32": from the table, or else measured."""
+    """Find the peak of this process's "cpu" or "cuda" device in "bf16" or "fp32": in the table, or else measured."""
     if device == "cuda" and precision == "bf16":
         import torch
 
@@ -94,7 +94,7 @@ def find_peak(device: str, *, precision: str) -> Peak:
 
 
 def table_peak(device_name: str) -> Peak | None:
-    """The bf16 peak of a device with this name, None where the table has none; a part of a device has another."""
+    """Look up the bf16 peak of a device with this name; None where the table has none, as for a part of a device."""
     names = [
         name
         for name in BF16_PEAK_FLOPS_PER_S
@@ -107,7 +107,7 @@ def table_peak(device_name: str) -> Peak | None:
 
 
 def measure_peak(device: str, *, precision: str, num_repeats: int = 5) -> Peak:
-    """The best of a few large square products on as many threads as torch uses now.
+    """Measure the best of a few large square products on as many threads as torch uses now.
 
     Ranks that share a machine must measure at the same time, so that the sum of their results is what all of them
     together can do.
@@ -134,7 +134,7 @@ class _LayerWeights(NamedTuple):
 
 
 def _layer_weights(sizes: ModelSizes, *, experts: int) -> _LayerWeights:
-    """Where so many of a layer's experts count."""
+    """Count the weights of all layers as if each had so many experts."""
     matrices = vectors = 0
     for is_dense, num_layers in ((True, len(sizes.dense_layers)), (False, sizes.num_moe_layers)):
         for name, shape in layer_shapes(sizes, is_dense=is_dense).items():

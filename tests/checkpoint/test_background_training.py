@@ -17,8 +17,8 @@ from recipe.checkpoint.manifest import file_sizes
 from recipe.shared.ranks import OneRank
 from tests.engine_runs import slow
 from tests.ranks import run_ranks
-from tests.saves import entries, untimed
-from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
+from tests.saves import entries
+from tests.training import Flags, read_metrics, train_on_ranks, untimed, write_ds_config, write_inputs
 
 TIMED_FILES = ("manifest.json",)  # the rank files hold the seconds of an unfinished log line, it their checksums
 WAIT_S = 30.0

@@ -14,8 +14,9 @@ from modeling.config import GatherMoeConfig
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.native_files import open_training_state
 from recipe.checkpoint.whole import write_whole
-from tests.parity import Case, full_state, start_engine
+from tests.engine_runs import Case, start_engine, train_steps
 from tests.ranks import run_ranks
+from tests.referee import full_state
 from tests.resuming import (
     SAVED_AT,
     check_targets,
@@ -26,7 +27,6 @@ from tests.resuming import (
     held_by,
     make_source,
     resume,
-    train,
 )
 from tests.states import state_of
 
@@ -113,7 +113,7 @@ def resume_beside(
     from recipe.checkpoint.native import save_native
 
     engine = start_engine(config, full_state(config), case, **then)
-    train(engine, config, case, range(SAVED_AT))
+    train_steps(engine, config, case, range(SAVED_AT))
     save_native(engine, folder, rank_state={"rank": rank})
     want = held_by(engine)
     other = start_engine(config, full_state(config, seed=2), case, **now)
@@ -256,7 +256,7 @@ def resume_from_the_start(rank: int, world_size: int, folder: Path, config: Gath
     checkpoint = Checkpoint(0, folder, details_of(config, case))
     load_elastic(other, checkpoint, seed=1, ranks=TorchRanks())
     assert counters_of(other)["steps"] == {0.0}
-    outcomes = [train(each, config, case, range(2)) for each in (engine, other)]
+    outcomes = [train_steps(each, config, case, range(2)) for each in (engine, other)]
     assert outcomes[0] == outcomes[1]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from recipe.checkpoint.inspect_checkpoint import scan_values
 from recipe.cli import main
-from tests.parity import tiny_config
+from tests.referee import tiny_config
 from tests.states import MemoryState, details_of, save_whole, seal, state_of
 
 CHANGED = "its content has changed since it was written (SHA-256 differs)"

@@ -12,9 +12,10 @@ from recipe.checkpoint.native_files import NativeFiles, open_training_state
 from recipe.checkpoint.rank_files import rank_path, read_rank_file
 from recipe.checkpoint.training_state import KINDS, Overlap, copy_run, cut, everything, overlaps
 from recipe.shared.errors import CheckpointBrokenError
+from tests.engine_runs import Case, join_shards
 from tests.flat_files import write_by_hand
-from tests.parity import Case, mixed_config
-from tests.resuming import Source, config_of, details_of, make_source, whole
+from tests.referee import mixed_config
+from tests.resuming import Source, config_of, details_of, make_source
 from tests.states import MemoryState, part_of, read_all, state_of
 
 
@@ -71,7 +72,7 @@ def test_parts_come_together_from_the_shards_of_many_ranks(tmp_path: Path, stage
     state = open_files(source)
     name, ranges = "model.layers.1.mlp.experts.gate_up_proj", (((1, 3),), ((12, 20), (44, 52)), ((5, 30),))
     for kind in KINDS:
-        tensors = whole([outcome.held[kind] for outcome in source.by_rank], config, case)
+        tensors = join_shards([outcome.held[kind] for outcome in source.by_rank], config, case)
         assert torch.equal(state.read(name, kind=kind, ranges=ranges), part_of(tensors[name], ranges)), kind
         for other, tensor in tensors.items():
             assert torch.equal(state.read(other, kind=kind, ranges=everything(tuple(tensor.shape))), tensor), other

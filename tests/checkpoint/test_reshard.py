@@ -24,7 +24,7 @@ from recipe.shared.errors import (
     NotEnoughSpaceError,
 )
 from recipe.shared.ranks import OneRank
-from tests.parity import mixed_config
+from tests.referee import mixed_config
 from tests.saves import entries
 from tests.states import details_of, ignore, read_all, save_whole, state_of
 

@@ -12,7 +12,7 @@ from recipe.checkpoint.native_files import open_training_state
 from recipe.checkpoint.training_state import Entry, digests_of, read_pieces
 from recipe.checkpoint.whole import WholeTensors, write_whole
 from recipe.shared.errors import CheckpointBrokenError
-from tests.parity import mixed_config, tiny_config
+from tests.referee import mixed_config, tiny_config
 from tests.states import MemoryState, details_of, ignore, read_all, save_whole, state_of
 
 

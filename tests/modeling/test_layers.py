@@ -18,8 +18,8 @@ from modeling.mesh import ParallelMesh, build_mesh, one_rank_mesh
 from modeling.norm import RmsNorm, rms_norm, split_rms_norms
 from modeling.spec import stock_type
 from modeling.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 WORLD = 2
 

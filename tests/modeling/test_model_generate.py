@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 from modeling.execution import Execution
 from modeling.model import GatherMoeForCausalLM
 from tests.modeling.test_model_padding import prompts, trained_model
-from tests.parity import mixed_config, tiny_config
+from tests.referee import mixed_config, tiny_config
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 7}
 

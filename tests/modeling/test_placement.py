@@ -22,7 +22,7 @@ from recipe.hf.export import FOLDER
 from recipe.shared.errors import CheckpointBrokenError
 from recipe.train.expert_placement import HF_NAME, find_source, place_all, write_placed
 from recipe.train.placement import place_experts
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda: tiny_config(qk_norm="none"),

@@ -27,7 +27,7 @@ from recipe.plan.zero3_memory import whole_weights
 from recipe.plan.zero_defaults import DEFAULTS, PLAIN_BUCKET
 from recipe.settings.model import sizes_of
 from recipe.shared.flops import count_parameters, model_flops_per_token
-from tests.parity import TINY, mixed_config, tiny_config
+from tests.referee import TINY, mixed_config, tiny_config
 
 WIRE = Execution()
 

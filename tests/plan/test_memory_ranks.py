@@ -13,9 +13,9 @@ from recipe.dry_run.live_memory import LiveMemory
 from recipe.plan.job import Job
 from recipe.plan.memory import predict_memory
 from tests import engine_runs
-from tests.engine_runs import Training
-from tests.parity import Case, split_options, tiny_config
+from tests.engine_runs import Case
 from tests.ranks import run_ranks
+from tests.referee import Training, random_batch, split_options, tiny_config
 
 MODEL = {
     "vocab_size": 512,
@@ -87,12 +87,12 @@ def measure(rank: int, world_size: int, measured: Measured) -> Peak:
         if case.checkpointing:
             model.gradient_checkpointing_enable()
         zero = {"reduce_bucket_size": BUCKET, **measured.zero}
-        settings = engine_runs.ds_config(case, Training(max_grad_norm=1.0, zero=zero), num_sequences=num_sequences)
+        settings = engine_runs.ds_config(case, Training(max_grad_norm=1.0, zero=zero))
         engine = Engine(model, ds_config=settings, optimizer=build_optimizer(model, adam))
         memory.name_gradients(model.parameters())
         sizes = {"num_sequences": num_sequences, "vocab_size": config.vocab_size}
         for block_size in (16, measured.block_size):  # the first step only makes the optimizer's states
-            batch = engine_runs.random_batch(block_size=block_size, **sizes)
+            batch = random_batch(block_size=block_size, **sizes)
             memory.restart()
             engine_runs.accumulate(engine, batch, case)
             engine.update(learning_rate=1e-3)

@@ -16,8 +16,9 @@ from modeling.model import GatherMoeForCausalLM
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.plan.memory import moments
 from recipe.plan.model_traffic import HEAD_CHUNK_BYTES
-from tests.parity import Case, split_options
+from tests.engine_runs import Case
 from tests.plan.test_memory_ranks import Measured, config_of, job_of
+from tests.referee import split_options
 
 pytestmark = pytest.mark.slow
 

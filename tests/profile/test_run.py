@@ -28,9 +28,9 @@ from recipe.shared.ranks import OneRank
 from recipe.shared.scopes import Scope, ranks_name, read_ranks, read_scope, scope_name
 from recipe.train import recording
 from recipe.train.recording import StepRecorder, named_parts, tensor_bytes
-from tests.parity import tiny_config
 from tests.profile_traces import take_apart
 from tests.ranks import run_ranks
+from tests.referee import tiny_config
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
 
@@ -105,11 +105,7 @@ def test_steps_that_a_run_does_not_take_cannot_be_recorded() -> None:
 @pytest.mark.parametrize(
     ("first", "after_step", "words"),
     [
-        (
-            None,
-            100,
-            "nothing is recorded: --profile_steps is for steps 103 to 105 here, but the run goes on behind",
-        ),
+        (None, 100, "nothing is recorded: --profile_steps is for steps 103 to 105 here, but the run goes on behind"),
         (10, 50, "nothing is recorded: --profile_steps is for steps 10 to 12 here, but the run goes on behind"),
         (10, 10, "nothing is recorded: "),
         (None, 97, "step 100 alone of steps 100 to 102 will be recorded: the run goes on behind step 97 and ends with"),

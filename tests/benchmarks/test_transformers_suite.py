@@ -1,22 +1,11 @@
 """The run of transformers' own tests: where they come from, what stands in for absent files, what a report comes to."""
 
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import transformers_suite as module
-
-    yield module
-    sys.modules.pop("transformers_suite", None)
+import transformers_suite
 
 
 @pytest.fixture
@@ -32,43 +21,41 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_source_is_a_folder_of_its_own_or_a_tar_file(suite: Any, source: Path, tmp_path: Path) -> None:
-    assert suite.open_source(source, tmp_path / "unused") == source
+def test_a_source_is_a_folder_of_its_own_or_a_tar_file(source: Path, tmp_path: Path) -> None:
+    assert transformers_suite.open_source(source, tmp_path / "unused") == source
     with tarfile.open(tmp_path / "source.tar.gz", "w:gz") as tar:
         tar.add(source, arcname=source.name)
-    found = suite.open_source(tmp_path / "source.tar.gz", tmp_path / "unpacked")
+    found = transformers_suite.open_source(tmp_path / "source.tar.gz", tmp_path / "unpacked")
     assert found == tmp_path / "unpacked" / source.name
 
 
-def test_a_source_without_the_common_tests_is_refused(suite: Any, tmp_path: Path) -> None:
+def test_a_source_without_the_common_tests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no tests/test_modeling_common.py; give a source distribution or a"):
-        suite.open_source(tmp_path, tmp_path)
+        transformers_suite.open_source(tmp_path, tmp_path)
 
 
-def test_only_what_is_absent_gets_a_stand_in_and_is_reported_as_left_out(
-    suite: Any, source: Path, tmp_path: Path
-) -> None:
+def test_only_what_is_absent_gets_a_stand_in_and_is_reported_as_left_out(source: Path, tmp_path: Path) -> None:
     (source / "tests" / "generation").mkdir()
     (source / "tests" / "generation" / "test_utils.py").write_text("real")
-    left_out = suite.lay_out(source, tmp_path / "work", version="9.1")
+    left_out = transformers_suite.lay_out(source, tmp_path / "work", version="9.1")
     tests = tmp_path / "work" / "tests"
     assert (tests / "generation" / "test_utils.py").read_text() == "real"
-    others = {name: absent for name, absent in suite.ABSENT.items() if name != "generation/test_utils.py"}
+    others = {name: absent for name, absent in transformers_suite.ABSENT.items() if name != "generation/test_utils.py"}
     assert left_out == [absent.left_out for absent in others.values()]
     assert {name: (tests / name).read_text() for name in others} == {n: a.stand_in for n, a in others.items()}
     assert (tests / "generation" / "__init__.py").is_file()
     assert not (source / "tests" / "test_gather_moe.py").exists()
 
 
-def test_tests_of_another_version_are_refused(suite: Any, source: Path, tmp_path: Path) -> None:
+def test_tests_of_another_version_are_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds transformers 9.1, but 5.24.0 is installed; tests and code must be"):
-        suite.lay_out(source, tmp_path / "work", version="5.24.0")
+        transformers_suite.lay_out(source, tmp_path / "work", version="5.24.0")
 
 
-def test_what_is_not_installed_is_named(suite: Any) -> None:
-    suite.check_needed(["pytest"])
+def test_what_is_not_installed_is_named() -> None:
+    transformers_suite.check_needed(["pytest"])
     with pytest.raises(ModuleNotFoundError, match=r"not installed: no_such_a, no_such_b; pip install no_such_a"):
-        suite.check_needed(["no_such_a", "pytest", "no_such_b"])
+        transformers_suite.check_needed(["no_such_a", "pytest", "no_such_b"])
 
 
 def line(outcome: str, *, test: str = "test_a", reason: str = "", is_part: bool = False) -> dict[str, Any]:
@@ -86,22 +73,22 @@ def line(outcome: str, *, test: str = "test_a", reason: str = "", is_part: bool 
         ([line("passed"), line("failed", reason="in teardown")], ("failed", "in teardown")),
     ],
 )
-def test_a_test_is_what_its_parts_come_to(suite: Any, lines: list[dict[str, Any]], want: tuple[str, str]) -> None:
-    assert suite.judge(lines) == [suite.Result("C.test_a", *want, None)]
+def test_a_test_is_what_its_parts_come_to(lines: list[dict[str, Any]], want: tuple[str, str]) -> None:
+    assert transformers_suite.judge(lines) == [transformers_suite.Result("C.test_a", *want, None)]
 
 
 def test_only_unexplained_failures_make_the_run_fail(
-    suite: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(suite, "check_needed", lambda names: None)
-    monkeypatch.setattr(suite, "lay_out", lambda source, folder, *, version: ["generation"])
-    monkeypatch.setattr(suite, "open_source", lambda source, folder: source)
-    monkeypatch.setattr(suite, "EXPLAINED", {"test_known*": "of no use here"})
+    monkeypatch.setattr(transformers_suite, "check_needed", lambda names: None)
+    monkeypatch.setattr(transformers_suite, "lay_out", lambda source, folder, *, version: ["generation"])
+    monkeypatch.setattr(transformers_suite, "open_source", lambda source, folder: source)
+    monkeypatch.setattr(transformers_suite, "EXPLAINED", {"test_known*": "of no use here"})
     failures = [line("failed", test="test_known_case", reason="boom")]
-    monkeypatch.setattr(suite, "run_tests", lambda folder, *, only, timeout_s: failures)
-    assert suite.main(["--source", str(tmp_path)]) == 0
+    monkeypatch.setattr(transformers_suite, "run_tests", lambda folder, *, only, timeout_s: failures)
+    assert transformers_suite.main(["--source", str(tmp_path)]) == 0
     failures.append(line("failed", test="test_new", reason="bang"))
-    assert suite.main(["--source", str(tmp_path), "--json", str(tmp_path / "out.json")]) == 1
+    assert transformers_suite.main(["--source", str(tmp_path), "--json", str(tmp_path / "out.json")]) == 1
     out = capsys.readouterr().out
     assert "0 passed, 2 failed, 0 skipped\nleft out, not in this source: generation" in out
     assert "failed C.test_known_case\n    explained: of no use here" in out
@@ -110,8 +97,8 @@ def test_only_unexplained_failures_make_the_run_fail(
 
 
 @pytest.mark.slow
-def test_a_run_that_breaks_off_is_an_error(suite: Any, tmp_path: Path) -> None:
+def test_a_run_that_breaks_off_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_gather_moe.py").write_text("import no_such_module")
     with pytest.raises(RuntimeError, match=r"pytest ended with exit code 2; see its output above"):
-        suite.run_tests(tmp_path, only="", timeout_s=60)
+        transformers_suite.run_tests(tmp_path, only="", timeout_s=60)

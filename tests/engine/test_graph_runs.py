@@ -23,9 +23,10 @@ from modeling.mesh import one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.engine.graphs import install_graphs
 from tests.emulated_graphs import EmulatedCapture
-from tests.engine_runs import read_export, slow
-from tests.parity import mixed_config
+from tests.engine_runs import slow
+from tests.exports import read_export
 from tests.ranks import run_ranks
+from tests.referee import mixed_config
 from tests.training import WORDS, Flags, read_metrics, write_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,8 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("graphs", "checkpointing"), [(True, False), slow(True, True), slow(False, True)])
-def test_r_graph_01_a_run_saves_the_same_names_and_numbers(tmp_path: Path, graphs: bool, checkpointing: bool) -> None:
+@pytest.mark.requirement("R-GRAPH-01")
+def test_a_run_saves_the_same_names_and_numbers(tmp_path: Path, graphs: bool, checkpointing: bool) -> None:
     flags = write_long_documents(tmp_path)
     [plain] = run_ranks(_train, 1, flags | {"output_dir": tmp_path / "plain"}, False)
     options = {"output_dir": tmp_path / "other", "gradient_checkpointing": checkpointing}
@@ -88,7 +90,8 @@ def test_r_graph_01_a_run_saves_the_same_names_and_numbers(tmp_path: Path, graph
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs_first", [True, False])
-def test_r_graph_01_a_run_with_graphs_resumes_without_and_the_reverse(tmp_path: Path, graphs_first: bool) -> None:
+@pytest.mark.requirement("R-GRAPH-01")
+def test_a_run_with_graphs_resumes_without_and_the_reverse(tmp_path: Path, graphs_first: bool) -> None:
     flags = write_long_documents(tmp_path) | {"warmup_steps": 0, "lr_scheduler_type": "constant"}
     run_ranks(_train, 1, flags | {"output_dir": tmp_path / "straight", "max_steps": 6}, False)
     flags |= {"output_dir": tmp_path / "stopped"}
@@ -100,7 +103,8 @@ def test_r_graph_01_a_run_with_graphs_resumes_without_and_the_reverse(tmp_path: 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_r_graph_01_names_do_not_depend_on_how_blocks_run(graphs: bool, checkpointing: bool, compiled: bool) -> None:
+@pytest.mark.requirement("R-GRAPH-01")
+def test_names_do_not_depend_on_how_blocks_run(graphs: bool, checkpointing: bool, compiled: bool) -> None:
     config = mixed_config()
     want = GatherMoeForCausalLM(config).state_dict()
     model = GatherMoeForCausalLM(config)
@@ -135,7 +139,8 @@ def make_call(config: Any, *, scale: float) -> Call:
 
 
 @pytest.mark.slow
-def test_r_graph_02_a_sparse_block_compiles_without_a_break_for_any_routing() -> None:
+@pytest.mark.requirement("R-GRAPH-02")
+def test_a_sparse_block_compiles_without_a_break_for_any_routing() -> None:
     """In bfloat16, for which alone the compiler knows the grouped product, and on one process.
 
     Collectives that are started here and finished there are unknown to it; blocks of a group are held against the
@@ -194,14 +199,16 @@ def host_reads(module: str) -> set[tuple[str, str]]:
     return found
 
 
-def test_r_graph_02_no_other_code_of_a_block_reads_numbers_on_the_host() -> None:
+@pytest.mark.requirement("R-GRAPH-02")
+def test_no_other_code_of_a_block_reads_numbers_on_the_host() -> None:
     """Beside the dispatch-mode test of what runs, this finds what would only run in other settings."""
     modules = modules_of_a_block()
     assert {"attention", "router", "moe", "experts", "comm"} < modules
     assert set().union(*(host_reads(module) for module in modules)) == READERS
 
 
-def test_r_graph_02_graphs_asked_for_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-GRAPH-02")
+def test_graphs_asked_for_on_a_cpu(tmp_path: Path) -> None:
     import run_pretrain
 
     flags = write_inputs(tmp_path)

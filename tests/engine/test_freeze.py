@@ -6,34 +6,38 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.engine.engine import build_optimizer, freeze_parameters
+from recipe.engine.engine import freeze_parameters
 from recipe.settings.arguments import parse_arguments
-from recipe.settings.training import OptimizerOptions
 from tests.engine_runs import (
-    Tensors,
-    Training,
+    Case,
     accumulate,
-    assert_all_match,
     ds_config,
     join_shards,
     make_mesh,
     model_with,
-    random_batch,
-    read_export,
+    optimizer_for,
     slow,
+    start_engine,
     weight_shards,
 )
-from tests.hf.test_r_ckpt import FakeTokenizer
-from tests.parity import Case, full_state, mixed_config, referee_model, tiny_config
+from tests.exports import export_engine, read_export
 from tests.ranks import run_ranks
+from tests.referee import (
+    CLIPPED,
+    FP32_ATOL,
+    Tensors,
+    assert_all_match,
+    full_state,
+    mixed_config,
+    random_batch,
+    referee_model,
+    referee_run,
+    tiny_config,
+)
 from tests.training import train_on_ranks, write_inputs
 
 ROUTER = r"mlp\.gate\."
 LOWEST = (ROUTER, "embed_tokens", r"layers\.0\.")  # nothing below the second block asks for a gradient
-NUM_STEPS, LEARNING_RATE, MAX_GRAD_NORM = 3, 1e-3, 0.2
-ADAM = OptimizerOptions(
-    learning_rate=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1, max_grad_norm=MAX_GRAD_NORM
-)
 AUXILIARY = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
 
 
@@ -41,18 +45,19 @@ def model_of(config: Any) -> Any:
     return referee_model(config, full_state(config), own=True)
 
 
-def test_r_ft_06_a_pattern_without_a_parameter_is_refused() -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_a_pattern_without_a_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'mlp.router' is found in none of the 21 parameters' names, .* like model\."):
         freeze_parameters(model_of(tiny_config()), ["lm_head", "mlp.router"])
     with pytest.raises(ValueError, match=r"'\(' is not a regular expression: missing \)"):
         freeze_parameters(model_of(tiny_config()), ["("])
-    with pytest.raises(
-        ValueError, match=r"'lm_head' is found in lm_head\.weight alone, which is tied to the embedding"
-    ):
+    tied = r"'lm_head' is found in lm_head\.weight alone, which is tied to the embedding"
+    with pytest.raises(ValueError, match=tied):
         freeze_parameters(model_of(tiny_config(tie_word_embeddings=True)), ["lm_head"])
 
 
-def test_r_ft_06_the_flag_is_checked_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_the_flag_is_checked_before_anything_starts(tmp_path: Path) -> None:
     import run_pretrain
 
     flags = write_inputs(tmp_path) | {"freeze_parameters": "mlp.router"}
@@ -62,7 +67,8 @@ def test_r_ft_06_the_flag_is_checked_before_anything_starts(tmp_path: Path) -> N
     assert parse_arguments(words).freeze_parameters == (ROUTER, "embed_tokens")
 
 
-def test_r_ft_06_the_balance_loss_reaches_what_is_below_a_frozen_router() -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_the_balance_loss_reaches_what_is_below_a_frozen_router() -> None:
     gradients = []
     for coefficient in (0.0, 0.5):
         model = model_of(mixed_config(router_aux_loss_coef=coefficient))
@@ -78,54 +84,29 @@ def test_r_ft_06_the_balance_loss_reaches_what_is_below_a_frozen_router() -> Non
     assert torch.equal(gradients[0][above], gradients[1][above])
 
 
-def referee(patterns: tuple[str, ...]) -> tuple[list[float], Tensors]:
-    """Norms and final weights of one plain process."""
-    model = model_of(mixed_config(**AUXILIARY))
-    freeze_parameters(model, patterns)
-    optimizer = build_optimizer(model, ADAM)
-    norms = []
-    for step in range(NUM_STEPS):
-        batch = random_batch(seed=step)
-        model(input_ids=batch.ids, labels=batch.labels).loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def start_frozen(case: Case, patterns: tuple[str, ...]) -> Any:
-    from recipe.engine.engine import Engine
-
-    config = mixed_config(**AUXILIARY)
-    model = model_with(config, full_state(config), make_mesh(config, case))
-    freeze_parameters(model, patterns)
-    settings = ds_config(case, Training(max_grad_norm=MAX_GRAD_NORM))
-    return Engine(model, ds_config=settings, optimizer=build_optimizer(model, ADAM))
-
-
 def train_frozen(
     rank: int, world_size: int, case: Case, patterns: tuple[str, ...], folder: Path
 ) -> tuple[list[float], Tensors]:
-    """Norms and weight shards after steps with a save and a resume in between, the replicas checked; exports them."""
+    """Return norms and weight shards after steps with a resume in between, replicas checked; export the weights."""
     from recipe.checkpoint.native import check_replicas, load_native, save_native
-    from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.shared.ranks import TorchRanks
 
-    engine, norms = start_frozen(case, patterns), []
-    for step in range(NUM_STEPS):
+    config = mixed_config(**AUXILIARY)
+    state, norms = full_state(config), []
+    engine = start_engine(config, state, case, frozen=patterns)
+    for step in range(CLIPPED.num_steps):
         if step == 2:
             save_native(engine, folder / "native", rank_state={})
             torch.distributed.barrier()
-            engine = start_frozen(case, patterns)
+            engine = start_engine(config, state, case, frozen=patterns)
             load_native(engine, folder / "native")
         accumulate(engine, random_batch(seed=step), case)
-        norms.append(engine.update(learning_rate=LEARNING_RATE))
+        norms.append(engine.update(learning_rate=CLIPPED.learning_rate))
         check_replicas(engine, TorchRanks())
     owned = sum(p.numel() for group in engine.ds.optimizer.param_groups for p in group["params"])
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters() if p.requires_grad)
     assert owned <= -(-trained // case.dp) + 8 * case.dp, "the optimizer holds something frozen"
-    options = ExportOptions("qwen3_moe", torch.float32)
-    export_hugging_face(engine, folder / "hf", tokenizer=FakeTokenizer(), options=options, ranks=TorchRanks())
+    export_engine(engine, folder / "hf", hf_format="qwen3_moe")
     return norms, weight_shards(engine)
 
 
@@ -139,17 +120,17 @@ def train_frozen(
         slow(Case(tp=2, ep=1, stage=3, checkpointing=True), (ROUTER, "norm")),
     ],
 )
-def test_r_ft_06_what_is_frozen_stays_and_the_rest_trains(
-    case: Case, patterns: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_what_is_frozen_stays_and_the_rest_trains(case: Case, patterns: tuple[str, ...], tmp_path: Path) -> None:
     config = mixed_config(**AUXILIARY)
     before = full_state(config)
-    want_norms, want = referee(patterns)
-    by_rank = run_ranks(train_frozen, case.dp * case.tp, case, patterns, tmp_path)
-    got = join_shards([weights for _, weights in by_rank], config, case, whole=before)
-    assert want_norms[0] > MAX_GRAD_NORM
-    torch.testing.assert_close(by_rank[0][0], want_norms, atol=1e-5, rtol=0)
-    assert_all_match(got, want)
+    batches = [random_batch(seed=step) for step in range(CLIPPED.num_steps)]
+    want = referee_run(config, before, batches=batches, training=CLIPPED, own=True, frozen=patterns)
+    by_rank = run_ranks(train_frozen, case.num_ranks, case, patterns, tmp_path)
+    got = join_shards([weights for _, weights in by_rank], config, case)
+    assert want.curves.norms[0] > CLIPPED.max_grad_norm
+    torch.testing.assert_close(by_rank[0][0], want.curves.norms, atol=FP32_ATOL, rtol=0)
+    assert_all_match(got, want.weights)
     model = model_of(config)
     freeze_parameters(model, patterns)
     for name, parameter in model.named_parameters():
@@ -162,7 +143,8 @@ def test_r_ft_06_what_is_frozen_stays_and_the_rest_trains(
 
 
 @pytest.mark.slow
-def test_r_ft_06_a_whole_run_with_frozen_routers(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_a_whole_run_with_frozen_routers(tmp_path: Path) -> None:
     """By the flag, in bf16."""
     flags = write_inputs(tmp_path) | {"freeze_parameters": ROUTER, "bf16": True, "max_steps": 3, "save_steps": 1}
     _, said = run_ranks(train_on_ranks, 2, flags)[0]
@@ -188,12 +170,13 @@ def refuse_adapters(rank: int, world_size: int) -> list[str]:
             model(input_ids=random_batch().ids, use_cache=False)
         said.append(str(caught.value).split(",")[0])
         with pytest.raises(ValueError, match=r"none of the model's own, among them \['model\.layers\.0\.") as caught:
-            Engine(model, ds_config=ds_config(case, Training()), optimizer=build_optimizer(model, ADAM))
+            Engine(model, ds_config=ds_config(case), optimizer=optimizer_for(model, CLIPPED))
         said.append(str(caught.value))
     return said
 
 
-def test_r_ft_01_a_model_that_ranks_share_refuses_adapters_of_every_part() -> None:
+@pytest.mark.requirement("R-FT-01")
+def test_a_model_that_ranks_share_refuses_adapters_of_every_part() -> None:
     for said in run_ranks(refuse_adapters, 2):
         assert said[::2] == [
             "a GatherMoeRouter was replaced by ParamWrapper",

@@ -11,27 +11,22 @@ from modeling import vocabulary
 from modeling.config import GatherMoeConfig
 from modeling.mesh import one_rank_mesh
 from tests.engine_runs import (
-    Batch,
-    Tensors,
-    Training,
+    Case,
     accumulate,
-    assert_all_match,
     gradient_shards,
     join_shards,
     make_mesh,
     model_with,
     optimizer_for,
-    plain_training,
-    random_batch,
     slow,
-    start,
+    start_engine,
     train,
-    train_in_trainer,
     weight_shards,
 )
-from tests.parity import Case, full_state, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import Batch, Tensors, Training, assert_all_match, full_state, random_batch, referee_run, tiny_config
 from tests.resolving import resolve
+from tests.tuning import train_in_trainer
 
 STAGES = [0, 1, 2, 3]
 
@@ -72,9 +67,10 @@ CUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CUTS, ids=str)
-def test_r_loss_01_every_target_weighs_the_same_however_the_batch_is_cut(case: Case) -> None:
+@pytest.mark.requirement("R-LOSS-01")
+def test_every_target_weighs_the_same_however_the_batch_is_cut(case: Case) -> None:
     config, state, batch = losses_of_two_and_one()
-    want = plain_training(config, state, batches=[batch])
+    want = referee_run(config, state, batches=[batch])
     assert want.curves.losses == pytest.approx([1.1], abs=1e-5)
     got = train(config, state, case, batches=[batch])
     assert got.curves.losses == pytest.approx([1.1], abs=1e-5), "1.5 is the mean of means"
@@ -95,13 +91,14 @@ def without_a_language_model(config: GatherMoeConfig) -> Tensors:
     [Case(), Case(tp=2, ep=2), Case(dp=2), slow(Case(dp=2, tp=2, ep=2))],
     ids=lambda case: f"dp{case.dp}-tp{case.tp}",
 )
-def test_r_loss_02_the_routers_gradient_does_not_depend_on_the_layout(case: Case, accumulation: int) -> None:
+@pytest.mark.requirement("R-LOSS-02")
+def test_the_routers_gradient_does_not_depend_on_the_layout(case: Case, accumulation: int) -> None:
     config = tiny_config()
     state, batches = without_a_language_model(config), [random_batch()]
     training = Training(balance_coef=0.1, z_coef=0.01)
     case = case._replace(accumulation=accumulation, stage=2)
     got = train(config, state, case, batches=batches, training=training)
-    want = plain_training(config, state, batches=batches, training=training)
+    want = referee_run(config, state, batches=batches, training=training)
     torch.testing.assert_close(got.curves.balance, want.curves.balance, atol=1e-5, rtol=0)
     torch.testing.assert_close(got.curves.z, want.curves.z, atol=1e-5, rtol=0)
     assert_all_match(got.gradients, want.gradients, atol=1e-6)
@@ -110,7 +107,8 @@ def test_r_loss_02_the_routers_gradient_does_not_depend_on_the_layout(case: Case
 
 
 @pytest.mark.parametrize("case", [Case(tp=2, ep=2, stage=1), Case(dp=2, accumulation=2, stage=2)], ids=str)
-def test_r_loss_02_twice_the_coefficient_is_exactly_twice_the_gradient(case: Case) -> None:
+@pytest.mark.requirement("R-LOSS-02")
+def test_twice_the_coefficient_is_exactly_twice_the_gradient(case: Case) -> None:
     config = tiny_config()
     state = without_a_language_model(config)
     once, twice, balance_only = (
@@ -131,7 +129,7 @@ def _empty_step(
     batch.labels.fill_(-100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary, "CHUNK_BYTES", chunk_bytes)
-        engine = start(config, state, case, training=training)
+        engine = start_engine(config, state, case, training=training)
         sums = accumulate(engine, batch, case)
         gradients = gradient_shards(engine)
         norm = engine.update(learning_rate=training.learning_rate)
@@ -144,12 +142,13 @@ def _empty_step(
     [Case(), *(Case(tp=2, ep=2, stage=stage) for stage in STAGES), Case(dp=2, accumulation=2, stage=2)],
     ids=lambda case: f"dp{case.dp}-tp{case.tp}-zero{case.stage}",
 )
-def test_r_loss_03_a_batch_without_a_target_teaches_nothing(case: Case, chunk_bytes: int) -> None:
+@pytest.mark.requirement("R-LOSS-03")
+def test_a_batch_without_a_target_teaches_nothing(case: Case, chunk_bytes: int) -> None:
     config = tiny_config()
     state = full_state(config)
     by_rank = run_ranks(_empty_step, case.dp * case.tp, config, state, case, chunk_bytes)
     assert [result[:2] for result in by_rank] == [(0.0, 0.0)] * len(by_rank)
-    gradients, weights = (join_shards([r[part] for r in by_rank], config, case, whole=state) for part in (2, 3))
+    gradients, weights = (join_shards([r[part] for r in by_rank], config, case) for part in (2, 3))
     for name, gradient in gradients.items():
         assert not gradient.any(), name
         decay = 1 - 0.01 * 0.1 if gradient.dim() > 1 else 1.0  # AdamW's weight decay, on matrices only
@@ -157,7 +156,8 @@ def test_r_loss_03_a_batch_without_a_target_teaches_nothing(case: Case, chunk_by
 
 
 @pytest.mark.parametrize("output_logits", [True, False])
-def test_r_loss_03_a_loss_over_no_target_is_zero_and_not_a_mean_over_nothing(output_logits: bool) -> None:
+@pytest.mark.requirement("R-LOSS-03")
+def test_a_loss_over_no_target_is_zero_and_not_a_mean_over_nothing(output_logits: bool) -> None:
     config = tiny_config(router_aux_loss_coef=0.1)
     model = model_with(config, full_state(config), one_rank_mesh())
     ids = random_batch().ids
@@ -193,7 +193,8 @@ def smallest_model() -> GatherMoeConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
-def test_r_loss_05_a_thousand_micro_batches_do_not_lose_the_sum(stage: int, precision: str) -> None:
+@pytest.mark.requirement("R-LOSS-05")
+def test_a_thousand_micro_batches_do_not_lose_the_sum(stage: int, precision: str) -> None:
     settings = resolve(
         {"zero_optimization": {"stage": stage}, "bf16": {"enabled": precision == "bf16"}, "parallel": {"tp": 1}},
         "--per_device_train_batch_size=1",
@@ -210,11 +211,12 @@ def test_r_loss_05_a_thousand_micro_batches_do_not_lose_the_sum(stage: int, prec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
-def test_r_cfg_05_three_micro_batches_equal_one_big_batch(stage: int) -> None:
+@pytest.mark.requirement("R-CFG-05")
+def test_three_micro_batches_equal_one_big_batch(stage: int) -> None:
     config = tiny_config()
     state, batches = full_state(config), [random_batch(num_sequences=6)]
     training = Training(num_steps=2, max_grad_norm=0.2)
-    want = plain_training(config, state, batches=batches, training=training)
+    want = referee_run(config, state, batches=batches, training=training)
     for accumulation in (3, 1):
         case = Case(dp=2, stage=stage, accumulation=accumulation)
         got = train(config, state, case, batches=batches, training=training)
@@ -225,9 +227,8 @@ def test_r_cfg_05_three_micro_batches_equal_one_big_batch(stage: int) -> None:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_r_cfg_05_three_micro_batches_equal_one_big_batch_in_hugging_faces_trainer(
-    uneven: bool, tmp_path: Path
-) -> None:
+@pytest.mark.requirement("R-CFG-05")
+def test_three_micro_batches_equal_one_big_batch_in_hugging_faces_trainer(uneven: bool, tmp_path: Path) -> None:
     # Trainer tells the model how many targets a step has but not how many tokens, so that the share of an auxiliary
     # loss is a micro-batch's share of the targets.
     config = tiny_config(router_aux_loss_coef=0.0 if uneven else 0.1)

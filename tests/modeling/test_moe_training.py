@@ -10,28 +10,23 @@ import torch.distributed as dist
 from modeling.config import GatherMoeConfig
 from modeling.mesh import one_rank_mesh
 from tests.engine_runs import (
-    Batch,
-    Tensors,
-    Training,
+    Case,
     accumulate,
-    assert_all_match,
     ds_config,
-    export,
     join_shards,
     make_mesh,
     model_with,
-    plain_training,
-    random_batch,
-    read_export,
     slow,
-    start,
+    start_engine,
     train,
-    train_in_trainer,
     used_gradients,
     weight_shards,
 )
-from tests.parity import Case, full_state, tiny_config
+from tests.exports import export, read_export
+from tests.moe_layers import two_class_batch, two_expert_routing
 from tests.ranks import run_ranks
+from tests.referee import Batch, Tensors, Training, assert_all_match, full_state, random_batch, referee_run, tiny_config
+from tests.tuning import train_in_trainer
 
 STAGES = [0, 1, 2, 3]
 GROUPS = [
@@ -43,41 +38,13 @@ GROUPS = [
 ]
 
 
-def two_expert_routing() -> tuple[GatherMoeConfig, Tensors]:
-    """A model whose tokens below 25 all go to expert 0 and whose others all go to expert 1, in every layer.
-
-    Channel 0 carries the token's class, and neither attention nor experts write to it.
-    """
-    config = tiny_config(num_experts_per_tok=1, qk_norm="head", norm_topk_prob=False)
-    state = full_state(config)
-    state["model.embed_tokens.weight"][:25, 0] = 0.3
-    state["model.embed_tokens.weight"][25:, 0] = -0.3
-    for name, tensor in state.items():
-        if name.endswith("o_proj.weight"):
-            tensor[0] = 0
-        elif name.endswith("experts.down_proj"):
-            tensor[:, 0] = 0
-        elif name.endswith("mlp.gate.weight"):
-            tensor[2:] = 0
-            tensor[0], tensor[1] = 0.02 * tensor[0], 0.02 * tensor[1]
-            tensor[0, 0], tensor[1, 0] = 2, -2
-    return config, state
-
-
-def two_class_batch(*, first_class_first: bool, num_sequences: int = 4) -> Batch:
-    """Half of the sequences go to expert 0 only, the other half to expert 1 only; with two dp ranks, one half each."""
-    low = torch.randint(0, 25, (num_sequences // 2, 16), generator=torch.Generator().manual_seed(3))
-    parts = [low, low.flip(1) + 25]
-    ids = torch.cat(parts if first_class_first else parts[::-1])
-    return Batch(ids, ids.clone())
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_r_moe_01_an_experts_gradient_does_not_depend_on_which_rank_used_it(stage: int) -> None:
+@pytest.mark.requirement("R-MOE-01")
+def test_an_experts_gradient_does_not_depend_on_which_rank_used_it(stage: int) -> None:
     config, state = two_expert_routing()
     case, training = Case(dp=2, stage=stage), Training()
     batch, swapped = (two_class_batch(first_class_first=first) for first in (True, False))
-    want = plain_training(config, state, batches=[batch], training=training)
+    want = referee_run(config, state, batches=[batch], training=training)
     got, other = (train(config, state, case, batches=[b], training=training) for b in (batch, swapped))
     assert_all_match(got.gradients, want.gradients)
     for name in (name for name in got.gradients if ".experts." in name):
@@ -95,12 +62,13 @@ def _order_of_gradients(rank: int, world_size: int, config: Any, state: Any, bat
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
 
-    engine = start(config, state, case, num_sequences=len(batch.ids), prepare=watch)
+    engine = start_engine(config, state, case, prepare=watch)
     accumulate(engine, batch, case)
     return arrived
 
 
-def test_r_moe_01_every_parameter_takes_part_in_an_order_that_routing_does_not_change() -> None:
+@pytest.mark.requirement("R-MOE-01")
+def test_every_parameter_takes_part_in_an_order_that_routing_does_not_change() -> None:
     config, state = two_expert_routing()
     batch = two_class_batch(first_class_first=True)
     orders = run_ranks(_order_of_gradients, 2, config, state, batch, Case(dp=2))
@@ -109,10 +77,11 @@ def test_r_moe_01_every_parameter_takes_part_in_an_order_that_routing_does_not_c
 
 
 @pytest.mark.parametrize("case", GROUPS, ids=lambda case: f"dp{case.dp}-tp{case.tp}-ep{case.ep}")
-def test_r_moe_02_expert_gradients_do_not_depend_on_the_layout(case: Case) -> None:
+@pytest.mark.requirement("R-MOE-02")
+def test_expert_gradients_do_not_depend_on_the_layout(case: Case) -> None:
     config = tiny_config()
     state, batch = full_state(config), random_batch()
-    want = plain_training(config, state, batches=[batch])
+    want = referee_run(config, state, batches=[batch])
     for stage in (1, 2):
         got = train(config, state, case._replace(stage=stage), batches=[batch])
         assert_all_match(got.gradients, want.gradients)
@@ -139,7 +108,7 @@ def _clip_forced_gradients(
             parameter.register_hook(lambda gradient, forced=forced: forced.to(gradient.dtype))
 
     training = Training(adam_eps=None, weight_decay=0.0, max_grad_norm=1.0)
-    engine = start(config, state, case, training=training, prepare=force)
+    engine = start_engine(config, state, case, training=training, prepare=force)
     return used_gradients(engine, random_batch(), case)
 
 
@@ -147,12 +116,13 @@ def _clip_forced_gradients(
 @pytest.mark.parametrize(
     ("stage", "bf16"), [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)]
 )
-def test_r_moe_03_clipping_counts_expert_gradients(stage: int, bf16: bool) -> None:
+@pytest.mark.requirement("R-MOE-03")
+def test_clipping_counts_expert_gradients(stage: int, bf16: bool) -> None:
     config, case = tiny_config(), Case(tp=2, ep=2, stage=stage, bf16=bf16)
     # Weights of zero, so that the change in a weight is the gradient to the last bit.
     state = {name: torch.zeros_like(tensor) for name, tensor in full_state(config).items()}
     by_rank = run_ranks(_clip_forced_gradients, 2, config, state, case)
-    used = join_shards([gradients for _, gradients in by_rank], config, case, whole=state)
+    used = join_shards([gradients for _, gradients in by_rank], config, case)
     for norm, _ in by_rank:
         assert norm == pytest.approx(10.0, abs=1e-4), "6.0 is the norm without experts"
     assert sum(gradient.square().sum().item() for gradient in used.values()) ** 0.5 == pytest.approx(1.0, abs=1e-4)
@@ -171,9 +141,9 @@ def numbered_experts(config: GatherMoeConfig) -> Tensors:
 def _resume_numbered_experts(rank: int, world_size: int, config: Any, state: Any, case: Case, folder: Path) -> None:
     from recipe.checkpoint.native import load_native, save_native
 
-    save_native(start(config, state, case), folder, rank_state={})
+    save_native(start_engine(config, state, case), folder, rank_state={})
     dist.barrier()
-    other = start(config, full_state(config), case)
+    other = start_engine(config, full_state(config), case)
     load_native(other, folder)
     first = other.mesh.ep_rank * config.num_experts // case.ep
     for name, shard in weight_shards(other).items():
@@ -194,7 +164,8 @@ def _resume_numbered_experts(rank: int, world_size: int, config: Any, state: Any
     ],
     ids=lambda case: f"dp{case.dp}-tp{case.tp}-ep{case.ep}-zero{case.stage}",
 )
-def test_r_moe_04_a_checkpoint_holds_every_expert_once_and_in_its_place(case: Case, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-MOE-04")
+def test_a_checkpoint_holds_every_expert_once_and_in_its_place(case: Case, tmp_path: Path) -> None:
     config, ranks = tiny_config(), case.dp * case.tp
     state = numbered_experts(config)
     run_ranks(export, ranks, config, state, case, tmp_path)
@@ -224,11 +195,12 @@ def _step_with_users_optimizer(
 
 
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
-def test_r_moe_05_one_step_of_a_users_optimizer_changes_every_parameter(stage: int) -> None:
+@pytest.mark.requirement("R-MOE-05")
+def test_one_step_of_a_users_optimizer_changes_every_parameter(stage: int) -> None:
     config, case = tiny_config(qk_norm="head"), Case(tp=2, ep=2, stage=stage)
     state = full_state(config)
     by_rank = run_ranks(_step_with_users_optimizer, 2, config, state, case)
-    before, after = (join_shards([result[i] for result in by_rank], config, case, whole=state) for i in (0, 1))
+    before, after = (join_shards([result[i] for result in by_rank], config, case) for i in (0, 1))
     for name, tensor in after.items():
         changed = (tensor - before[name]).abs()
         # AdamW's first step moves whatever has a gradient by the learning rate; of experts, every single one.
@@ -247,12 +219,14 @@ def _step_with_forgotten_experts(rank: int, world_size: int, config: Any, state:
         Engine(model, ds_config=ds_config(case), optimizer=torch.optim.AdamW(stale))
 
 
-def test_r_moe_05_an_optimizer_of_discarded_experts_is_refused_by_name() -> None:
+@pytest.mark.requirement("R-MOE-05")
+def test_an_optimizer_of_discarded_experts_is_refused_by_name() -> None:
     config = tiny_config()
     run_ranks(_step_with_forgotten_experts, 2, config, full_state(config), Case(tp=2, ep=2))
 
 
-def test_r_moe_05_the_start_counts_parameters_by_kind() -> None:
+@pytest.mark.requirement("R-MOE-05")
+def test_the_start_counts_parameters_by_kind() -> None:
     from recipe.train.run import describe_parameters
 
     config = tiny_config()
@@ -265,7 +239,8 @@ def test_r_moe_05_the_start_counts_parameters_by_kind() -> None:
     )
 
 
-def test_r_moe_05_one_step_of_hugging_faces_trainer_changes_every_parameter(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-MOE-05")
+def test_one_step_of_hugging_faces_trainer_changes_every_parameter(tmp_path: Path) -> None:
     config = tiny_config(qk_norm="head")
     model = model_with(config, full_state(config), one_rank_mesh())
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -286,13 +261,14 @@ def _initial_shards(rank: int, world_size: int, config: Any, case: Case) -> Tens
 @pytest.mark.parametrize(
     "case", [Case(tp=2, ep=2), Case(tp=4, ep=4), Case(tp=4, ep=1), Case(dp=2, tp=2, ep=2)], ids=str
 )
-def test_r_moe_06_no_two_experts_or_shards_start_equal_and_replicas_do(case: Case) -> None:
+@pytest.mark.requirement("R-MOE-06")
+def test_no_two_experts_or_shards_start_equal_and_replicas_do(case: Case) -> None:
     from modeling.init import build_model
 
     config = tiny_config()
     alone = dict(build_model(config, mesh=one_rank_mesh(), seed=1234).named_parameters())
     shards = run_ranks(_initial_shards, case.dp * case.tp, config, case)
-    whole = join_shards(shards, config, case, whole=alone)  # asserts that replicas are bitwise equal
+    whole = join_shards(shards, config, case)  # asserts that replicas are bitwise equal
     for name, tensor in whole.items():
         assert torch.equal(tensor, alone[name]), name
         if tensor.dim() == 1:
@@ -311,13 +287,14 @@ OVERLAPS = [(0, False), *((stage, overlap) for stage in (1, 2, 3) for overlap in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "overlap"), OVERLAPS)
-def test_r_moe_08_every_zero_stage_gives_the_same_curves(stage: int, overlap: bool) -> None:
+@pytest.mark.requirement("R-MOE-08")
+def test_every_zero_stage_gives_the_same_curves(stage: int, overlap: bool) -> None:
     config = tiny_config()
     state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
     zero = {"overlap_comm": overlap} if stage else {}
     training = Training(num_steps=5, max_grad_norm=0.2, balance_coef=0.01, z_coef=0.001, zero=zero)
     got = train(config, state, Case(dp=2, tp=2, ep=2, stage=stage), batches=batches, training=training).curves
-    want = plain_training(config, state, batches=batches, training=training).curves
+    want = referee_run(config, state, batches=batches, training=training).curves
     assert want.losses[0] - want.losses[-1] > 0.01, "the model learns the batch of steps 0, 2 and 4"
     for name, curve in want._asdict().items():
         torch.testing.assert_close(getattr(got, name), curve, atol=1e-5, rtol=0)
@@ -325,32 +302,35 @@ def test_r_moe_08_every_zero_stage_gives_the_same_curves(stage: int, overlap: bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "overlap"), OVERLAPS[1:])
-def test_r_moe_08_every_zero_stage_gives_the_same_curves_in_bf16(stage: int, overlap: bool) -> None:
+@pytest.mark.requirement("R-MOE-08")
+def test_every_zero_stage_gives_the_same_curves_in_bf16(stage: int, overlap: bool) -> None:
     config = tiny_config()
     state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
     training = Training(learning_rate=5e-3, num_steps=5, max_grad_norm=0.2, zero={"overlap_comm": overlap})
     got = train(config, state, Case(dp=2, stage=stage, bf16=True), batches=batches, training=training).curves
-    want = plain_training(config, state, batches=batches, training=training).curves
+    want = referee_run(config, state, batches=batches, training=training).curves
     assert want.losses[0] - want.losses[-1] > 0.1, "a step that is not taken would be seen"
     torch.testing.assert_close(got.losses, want.losses, atol=1e-2, rtol=0)  # which not-a-number never is
     torch.testing.assert_close(got.norms, want.norms, atol=0, rtol=0.05)
 
 
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 2, 3])
-def test_r_moe_09_ranks_may_route_to_different_experts(stage: int) -> None:
+@pytest.mark.requirement("R-MOE-09")
+def test_ranks_may_route_to_different_experts(stage: int) -> None:
     config, state = two_expert_routing()
     batch, training = two_class_batch(first_class_first=True), Training(num_steps=3)
-    want = plain_training(config, state, batches=[batch], training=training)
+    want = referee_run(config, state, batches=[batch], training=training)
     got = train(config, state, Case(dp=2, stage=stage), batches=[batch], training=training)
     torch.testing.assert_close(got.curves.losses, want.curves.losses, atol=1e-5, rtol=0)
     assert_all_match(got.gradients, want.gradients)
     assert_all_match(got.weights, want.weights)
 
 
-def test_r_moe_09_ranks_may_route_to_different_experts_in_bf16_under_zero_3() -> None:
+@pytest.mark.requirement("R-MOE-09")
+def test_ranks_may_route_to_different_experts_in_bf16_under_zero_3() -> None:
     config, state = two_expert_routing()
     batch, training = two_class_batch(first_class_first=True), Training(num_steps=3)
-    want = plain_training(config, state, batches=[batch], training=training)
+    want = referee_run(config, state, batches=[batch], training=training)
     got = train(config, state, Case(dp=2, stage=3, bf16=True), batches=[batch], training=training)
     torch.testing.assert_close(got.curves.losses, want.curves.losses, atol=2e-2, rtol=0)
     for name, gradient in got.gradients.items():
@@ -361,10 +341,11 @@ def test_r_moe_09_ranks_may_route_to_different_experts_in_bf16_under_zero_3() ->
 def _leaves(rank: int, world_size: int, config: Any, state: Any) -> list[str]:
     from deepspeed.utils import z3_leaf_module
 
-    engine = start(config, state, Case(stage=3))
+    engine = start_engine(config, state, Case(stage=3))
     return [name for name, module in engine.model.named_modules() if z3_leaf_module(module)]
 
 
-def test_r_moe_09_the_model_declares_its_zero_3_leaves_itself() -> None:
+@pytest.mark.requirement("R-MOE-09")
+def test_the_model_declares_its_zero_3_leaves_itself() -> None:
     config = tiny_config()
     assert run_ranks(_leaves, 1, config, full_state(config)) == [["model.layers.0", "model.layers.1"]]

@@ -15,21 +15,10 @@ from modeling.execution import Execution
 from modeling.mesh import one_rank_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.router import GatherMoeRouter, Routing
-from tests.engine_runs import (
-    Batch,
-    Tensors,
-    Training,
-    accumulate,
-    assert_all_match,
-    gradient_shards,
-    join_shards,
-    make_mesh,
-    model_with,
-    random_batch,
-    start,
-)
-from tests.parity import Case, full_state, tiny_config
+from tests.engine_runs import Case, accumulate, gradient_shards, join_shards, make_mesh, model_with, start_engine
+from tests.moe_layers import one_process_pass, padded_batch
 from tests.ranks import run_ranks
+from tests.referee import Batch, Tensors, Training, assert_all_match, full_state, random_batch, tiny_config
 from tests.resolving import faults_of
 
 
@@ -107,7 +96,8 @@ def _check_block_gradients(
 
 
 @pytest.mark.parametrize("ep", [2, 1])
-def test_r_moe_07_gradients_of_the_input_and_of_the_gates_match_one_rank(ep: int) -> None:
+@pytest.mark.requirement("R-MOE-07")
+def test_gradients_of_the_input_and_of_the_gates_match_one_rank(ep: int) -> None:
     config = tiny_config()
     case = Case(tp=2, ep=ep)
     assert run_ranks(_check_block_gradients, 2, config, full_state(config), case, None) == [(True, True, True)] * 2
@@ -117,7 +107,8 @@ def test_r_moe_07_gradients_of_the_input_and_of_the_gates_match_one_rank(ep: int
     ("break_it", "holds"),
     [(_drop_token_gradients, (False, True, True)), (_drop_routing_gradients, (False, False, True))],
 )
-def test_r_moe_07_would_notice_a_backward_that_drops_the_other_ranks_part(
+@pytest.mark.requirement("R-MOE-07")
+def test_would_notice_a_backward_that_drops_the_other_ranks_part(
     break_it: Callable[[Any], None], holds: tuple[bool, bool, bool]
 ) -> None:
     config = tiny_config()
@@ -148,50 +139,27 @@ def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Ca
             if isinstance(module, GatherMoeRouter):
                 module.register_forward_hook(check, with_kwargs=True)
 
-    engine = start(config, state, case, prepare=watch)
+    engine = start_engine(config, state, case, prepare=watch)
     accumulate(engine, random_batch(), case)
     return checked
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_r_moe_10_a_bf16_engine_routes_in_float32(stage: int) -> None:
+@pytest.mark.requirement("R-MOE-10")
+def test_a_bf16_engine_routes_in_float32(stage: int) -> None:
     config, case = tiny_config(), Case(tp=2, ep=2, stage=stage, bf16=True)
     assert run_ranks(_check_routers, 2, config, full_state(config), case) == [2, 2]
 
 
-def test_r_moe_10_bf16_without_zero_is_refused() -> None:
+@pytest.mark.requirement("R-MOE-10")
+def test_bf16_without_zero_is_refused() -> None:
     assert "bf16" in faults_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}})
 
 
-def padded_batch(*, pad_with_a_real_token: bool) -> tuple[Batch, Batch, Batch]:
-    """A sequence of five tokens alone, a full one of sixteen, and both together with the short one padded."""
-    full = random_batch(seed=5, num_sequences=2)
-    short_ids = full.ids[:1, :5]
-    ids, labels = full.ids.clone(), full.ids.clone()
-    ids[0, 5:], labels[0, 5:] = short_ids[0, 2] if pad_with_a_real_token else 0, -100
-    mask = torch.ones(2, 16, dtype=torch.bool)
-    mask[0, 5:] = False
-    return Batch(short_ids, short_ids), Batch(full.ids[1:], full.ids[1:]), Batch(ids, labels, mask)
-
-
-def one_process_pass(config: GatherMoeConfig, state: Tensors, batch: Batch) -> Any:
-    """Logits, expert counts and gradients, the losses divided by the counts of the two sequences together."""
-    model = model_with(config, state, one_rank_mesh())
-    output = model(
-        input_ids=batch.ids,
-        labels=batch.labels,
-        attention_mask=batch.mask,
-        num_items_in_batch=4 + 15,
-        num_tokens_in_batch=5 + 16,
-        use_cache=False,
-    )
-    output.loss.backward()
-    return output, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize("pad_with_a_real_token", [False, True])
-def test_r_moe_11_padding_is_not_routed_and_changes_nothing(pad_with_a_real_token: bool) -> None:
+@pytest.mark.requirement("R-MOE-11")
+def test_padding_is_not_routed_and_changes_nothing(pad_with_a_real_token: bool) -> None:
     config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
     state = full_state(config)
     short, full, both = padded_batch(pad_with_a_real_token=pad_with_a_real_token)
@@ -206,7 +174,7 @@ def test_r_moe_11_padding_is_not_routed_and_changes_nothing(pad_with_a_real_toke
 
 def _padded_pass(rank: int, world_size: int, config: Any, state: Any, case: Case, batch: Batch) -> Any:
     training = Training(balance_coef=0.1, z_coef=0.01)
-    engine = start(config, state, case, training=training, num_sequences=2)
+    engine = start_engine(config, state, case, training=training)
     sums = accumulate(engine, batch, case)
     dist.all_reduce(sums.expert_counts, group=engine.mesh.dp_group)
     return sums.expert_counts, gradient_shards(engine)
@@ -215,7 +183,8 @@ def _padded_pass(rank: int, world_size: int, config: Any, state: Any, case: Case
 @pytest.mark.parametrize(
     "case", [Case(tp=2, ep=2, stage=2), Case(tp=2, ep=1), Case(dp=2, tp=2, ep=2, stage=1)], ids=str
 )
-def test_r_moe_11_padding_is_not_routed_on_several_ranks(case: Case) -> None:
+@pytest.mark.requirement("R-MOE-11")
+def test_padding_is_not_routed_on_several_ranks(case: Case) -> None:
     config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
     state = full_state(config)
     batch = padded_batch(pad_with_a_real_token=True)[2]
@@ -223,4 +192,4 @@ def test_r_moe_11_padding_is_not_routed_on_several_ranks(case: Case) -> None:
     by_rank = run_ranks(_padded_pass, case.dp * case.tp, config, state, case, batch)
     for counts, _ in by_rank:
         assert torch.equal(counts, want.sums.expert_counts)
-    assert_all_match(join_shards([grads for _, grads in by_rank], config, case, whole=state), want_grads)
+    assert_all_match(join_shards([grads for _, grads in by_rank], config, case), want_grads)

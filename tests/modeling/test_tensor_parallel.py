@@ -15,40 +15,39 @@ from modeling.layout import LayoutRequest, ParallelLayout, check_layout
 from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.vocabulary import Vocabulary, vocab_parallel_losses
-from tests.engine_runs import (
-    Training,
-    accumulate,
-    assert_all_match,
-    export,
-    join_shards,
-    plain_training,
-    random_batch,
-    read_export,
-    slow,
-    start,
-    train,
-    used_gradients,
-)
-from tests.parity import Case, full_state, mixed_config, referee_model, tiny_config
+from tests.engine_runs import Case, accumulate, join_shards, slow, start_engine, train, used_gradients
+from tests.exports import export, read_export
 from tests.ranks import run_ranks
+from tests.referee import (
+    Training,
+    assert_all_match,
+    full_state,
+    mixed_config,
+    random_batch,
+    referee_model,
+    referee_run,
+    tiny_config,
+)
 from tests.resolving import TINY, faults_of, resolve
 
 STAGES = [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("stage", [slow(0), slow(1), 2, slow(3)])
-def test_r_tp_01_replicated_parameters_stay_equal_and_right(stage: int) -> None:
+@pytest.mark.requirement("R-TP-01")
+def test_replicated_parameters_stay_equal_and_right(stage: int) -> None:
     config = tiny_config(qk_norm="head")
     state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
     training = Training(learning_rate=0.1, adam_eps=None, weight_decay=0.0, num_steps=5, balance_coef=0.01)
     got = train(config, state, Case(dp=2, tp=2, ep=2, stage=stage), batches=batches, training=training)
-    want = plain_training(config, state, batches=batches, training=training)
+    want = referee_run(config, state, batches=batches, training=training)
     assert_all_match(got.weights, want.weights)
     for name, weight in got.weights.items():
         assert (weight - state[name]).abs().max() > 1e-4, name
 
 
-def test_r_tp_01_replicated_parameters_stay_equal_under_adam_in_bf16() -> None:
+@pytest.mark.requirement("R-TP-01")
+def test_replicated_parameters_stay_equal_under_adam_in_bf16() -> None:
     config = tiny_config(qk_norm="head")
     training = Training(learning_rate=0.1, num_steps=5, max_grad_norm=1.0)
     case = Case(dp=2, tp=2, ep=1, stage=2, bf16=True)
@@ -60,7 +59,7 @@ def _check_replicas(rank: int, world_size: int, case: Case, broken: tuple[str, i
     from recipe.shared.ranks import TorchRanks
 
     config = tiny_config(qk_norm="head")
-    engine = start(config, full_state(config), case)
+    engine = start_engine(config, full_state(config), case)
     accumulate(engine, random_batch(), case)
     engine.update(learning_rate=0.01)
     check_replicas(engine, TorchRanks())
@@ -94,14 +93,14 @@ def _check_replicas(rank: int, world_size: int, case: Case, broken: tuple[str, i
     ],
     ids=str,
 )
-def test_r_tp_01_the_run_time_check_names_the_parameter_and_the_ranks(
-    case: Case, name: str, rank: int, groups: str
-) -> None:
+@pytest.mark.requirement("R-TP-01")
+def test_the_run_time_check_names_the_parameter_and_the_ranks(case: Case, name: str, rank: int, groups: str) -> None:
     messages = run_ranks(_check_replicas, case.dp * case.tp, case, (name, rank))
     assert all(f"the tensor {name!r} differs between {groups};" in message for message in messages), messages
 
 
-def test_r_tp_01_the_run_time_check_accepts_a_single_rank() -> None:
+@pytest.mark.requirement("R-TP-01")
+def test_the_run_time_check_accepts_a_single_rank() -> None:
     assert run_ranks(_check_replicas, 1, Case(stage=2), None) == [None]
 
 
@@ -115,19 +114,20 @@ def _clip(
             parameter.register_hook(lambda gradient: gradient * factor)
 
     training = Training(adam_eps=None, weight_decay=0.0, max_grad_norm=1.0)
-    engine = start(config, state, case, training=training, prepare=scale)
+    engine = start_engine(config, state, case, training=training, prepare=scale)
     return used_gradients(engine, random_batch(), case)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("norm", "used_norm"), [(50.0, 1.0), (0.5, 0.5)])
-def test_r_tp_02_clipping_scales_what_the_optimizer_uses(stage: int, norm: float, used_norm: float) -> None:
+@pytest.mark.requirement("R-TP-02")
+def test_clipping_scales_what_the_optimizer_uses(stage: int, norm: float, used_norm: float) -> None:
     config, case = tiny_config(), Case(tp=2, ep=2, stage=stage)
     state = full_state(config)
-    unscaled = plain_training(config, state, batches=[random_batch()])
+    unscaled = referee_run(config, state, batches=[random_batch()])
     factor = norm / unscaled.curves.norms[0]
     by_rank = run_ranks(_clip, 2, config, state, case, factor)
-    used = join_shards([gradients for _, gradients in by_rank], config, case, whole=state)
+    used = join_shards([gradients for _, gradients in by_rank], config, case)
     assert [reported for reported, _ in by_rank] == pytest.approx([norm] * 2, abs=1e-4 * norm)
     got_norm = sum(gradient.double().square().sum().item() for gradient in used.values()) ** 0.5
     assert got_norm == pytest.approx(used_norm, abs=1e-4)
@@ -172,7 +172,8 @@ def _vocabulary_gradients(rank: int, world_size: int, chunk_bytes: int) -> bool:
 
 
 @pytest.mark.parametrize("chunk_bytes", [2**24, 40])
-def test_r_tp_03_vocabulary_parallel_gradients_match_one_rank(chunk_bytes: int) -> None:
+@pytest.mark.requirement("R-TP-03")
+def test_vocabulary_parallel_gradients_match_one_rank(chunk_bytes: int) -> None:
     assert run_ranks(_vocabulary_gradients, 2, chunk_bytes) == [True, True]
 
 
@@ -182,11 +183,12 @@ LAYOUTS = [Case(), Case(tp=2, ep=2), Case(tp=4, ep=4), Case(dp=2), Case(dp=2, tp
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: f"dp{case.dp}-tp{case.tp}")
 @pytest.mark.parametrize("kind", ["experts only", "dense first layer"])
-def test_r_tp_04_curves_and_weights_do_not_depend_on_the_layout(kind: str, case: Case) -> None:
+@pytest.mark.requirement("R-TP-04")
+def test_curves_and_weights_do_not_depend_on_the_layout(kind: str, case: Case) -> None:
     config = tiny_config() if kind == "experts only" else mixed_config()
     state, batches = full_state(config), [random_batch(seed=seed) for seed in range(5)]
     training = Training(num_steps=5, max_grad_norm=0.5, balance_coef=0.1, z_coef=0.01)
-    want = plain_training(config, state, batches=batches, training=training)
+    want = referee_run(config, state, batches=batches, training=training)
     got = train(config, state, case._replace(stage=2), batches=batches, training=training)
     assert min(want.curves.norms) > 0.5, "clipping is active"
     for name, curve in got.curves._asdict().items():
@@ -195,18 +197,20 @@ def test_r_tp_04_curves_and_weights_do_not_depend_on_the_layout(kind: str, case:
 
 
 @pytest.mark.parametrize("qk_norm", ["none", slow("head"), "full"])
-def test_r_tp_05_more_ranks_than_key_value_heads_match_one_process(qk_norm: str) -> None:
+@pytest.mark.requirement("R-TP-05")
+def test_more_ranks_than_key_value_heads_match_one_process(qk_norm: str) -> None:
     config, case = tiny_config(qk_norm=qk_norm), Case(tp=4, ep=4, stage=2)
     state, batch = full_state(config), random_batch()
     got = train(config, state, case, batches=[batch])
-    want = plain_training(config, state, batches=[batch])
+    want = referee_run(config, state, batches=[batch])
     torch.testing.assert_close(got.curves.losses, want.curves.losses, atol=1e-5, rtol=0)
     torch.testing.assert_close(got.curves.norms, want.curves.norms, atol=1e-5, rtol=0)
     assert_all_match(got.gradients, want.gradients)
     assert got.weights["model.layers.0.self_attn.k_proj.weight"].shape == (2 * 8, 32)
 
 
-def test_r_tp_05_a_checkpoint_of_replicated_heads_holds_each_once(tmp_path: Any) -> None:
+@pytest.mark.requirement("R-TP-05")
+def test_a_checkpoint_of_replicated_heads_holds_each_once(tmp_path: Any) -> None:
     config = tiny_config()
     state = full_state(config)
     run_ranks(export, 4, config, state, Case(tp=4, ep=4, stage=2), tmp_path)
@@ -216,7 +220,8 @@ def test_r_tp_05_a_checkpoint_of_replicated_heads_holds_each_once(tmp_path: Any)
         assert torch.equal(found[name], state[name])
 
 
-def test_r_tp_05_heads_that_can_neither_be_split_nor_replicated_stop_the_start() -> None:
+@pytest.mark.requirement("R-TP-05")
+def test_heads_that_can_neither_be_split_nor_replicated_stop_the_start() -> None:
     sizes = tiny_config(num_attention_heads=6, num_key_value_heads=3).sizes
     message = "num_key_value_heads=3 can neither be split nor replicated over tp=2"
     with pytest.raises(ValueError, match=message):
@@ -227,14 +232,15 @@ def test_r_tp_05_heads_that_can_neither_be_split_nor_replicated_stop_the_start()
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [2, slow(4)])
-def test_r_tp_06_an_odd_vocabulary_matches_one_process(tp: int, tied: bool, tmp_path: Any) -> None:
+@pytest.mark.requirement("R-TP-06")
+def test_an_odd_vocabulary_matches_one_process(tp: int, tied: bool, tmp_path: Any) -> None:
     config = tiny_config(vocab_size=51, tie_word_embeddings=tied)
     state, case = full_state(config), Case(tp=tp, ep=tp, stage=2)
     batch = random_batch(vocab_size=51)
     batch.ids[:, 3], batch.ids[:, 9] = 49, 50
     batch.labels[:, 3], batch.labels[:, 9] = 49, 50
     got = train(config, state, case, batches=[batch])
-    want = plain_training(config, state, batches=[batch])
+    want = referee_run(config, state, batches=[batch])
     torch.testing.assert_close(got.curves.losses, want.curves.losses, atol=1e-5, rtol=0)
     assert_all_match(got.gradients, want.gradients)
     last_rows = got.gradients["model.embed_tokens.weight"][49:]
@@ -257,7 +263,8 @@ def _refuse_dropout(rank: int, world_size: int) -> None:
         GatherMoeForCausalLM(tiny_config(attention_dropout=0.1), mesh=mesh)
 
 
-def test_r_tp_07_dropout_in_a_group_is_refused() -> None:
+@pytest.mark.requirement("R-TP-07")
+def test_dropout_in_a_group_is_refused() -> None:
     run_ranks(_refuse_dropout, 2)
     assert "attention_dropout=0.1 cannot be used with tp=2" in faults_of(
         {"parallel": {"tp": 2}}, dropout=0.1, sizes=TINY
@@ -300,7 +307,8 @@ def _random_states(rank: int, world_size: int, num_workers: int) -> tuple[Tensor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_r_tp_07_random_state_is_equal_in_a_group_and_untouched_by_the_loader(num_workers: int) -> None:
+@pytest.mark.requirement("R-TP-07")
+def test_random_state_is_equal_in_a_group_and_untouched_by_the_loader(num_workers: int) -> None:
     ranks = run_ranks(_random_states, 4, num_workers)
     for before, after, _ in ranks:
         assert torch.equal(before, after)

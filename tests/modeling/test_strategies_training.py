@@ -8,23 +8,10 @@ import torch.distributed as dist
 
 from modeling.execution import Execution
 from modeling.router import GatherMoeRouter, Routing
-from tests.engine_runs import (
-    Tensors,
-    Training,
-    accumulate,
-    assert_all_match,
-    gradient_shards,
-    join_shards,
-    plain_training,
-    random_batch,
-    slow,
-    start,
-    train,
-)
-from tests.modeling.test_r_moe import two_class_batch, two_expert_routing
-from tests.modeling.test_r_moe_routing import one_process_pass, padded_batch
-from tests.parity import Case, full_state, tiny_config
+from tests.engine_runs import Case, accumulate, gradient_shards, join_shards, slow, start_engine, train
+from tests.moe_layers import one_process_pass, padded_batch, two_class_batch, two_expert_routing
 from tests.ranks import run_ranks
+from tests.referee import Tensors, Training, assert_all_match, full_state, random_batch, referee_run, tiny_config
 
 EVERY_WAY = pytest.mark.parametrize(
     ("strategy", "case"),
@@ -43,12 +30,13 @@ EVERY_WAY = pytest.mark.parametrize(
 
 
 @EVERY_WAY
-def test_r_moe_02_and_03_gradients_and_their_norm_do_not_depend_on_the_strategy(strategy: str, case: Case) -> None:
+@pytest.mark.requirement("R-MOE-02", "R-MOE-03")
+def test_gradients_and_their_norm_do_not_depend_on_the_strategy(strategy: str, case: Case) -> None:
     """Three clipped steps with both auxiliary losses; a factor of a number of ranks anywhere would be seen."""
     config, case = tiny_config(), case._replace(execution=Execution(strategy=strategy))
     state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
     training = Training(num_steps=3, max_grad_norm=0.2, balance_coef=0.1, z_coef=0.01)
-    want = plain_training(config, state, batches=batches, training=training)
+    want = referee_run(config, state, batches=batches, training=training)
     got = train(config, state, case, batches=batches, training=training)
     assert_all_match(got.gradients, want.gradients)
     assert_all_match(got.weights, want.weights)
@@ -57,12 +45,13 @@ def test_r_moe_02_and_03_gradients_and_their_norm_do_not_depend_on_the_strategy(
 
 
 @EVERY_WAY
-def test_r_moe_01_and_09_experts_without_tokens_take_part_in_every_strategy(strategy: str, case: Case) -> None:
+@pytest.mark.requirement("R-MOE-01", "R-MOE-09")
+def test_experts_without_tokens_take_part_in_every_strategy(strategy: str, case: Case) -> None:
     """Half of the sequences go to expert 0 alone, the others to expert 1 alone; experts 2 and 3 get nothing."""
     config, state = two_expert_routing()
     case = case._replace(execution=Execution(strategy=strategy))
     batch, training = two_class_batch(first_class_first=True), Training(num_steps=2)
-    want = plain_training(config, state, batches=[batch], training=training)
+    want = referee_run(config, state, batches=[batch], training=training)
     got = train(config, state, case, batches=[batch], training=training)
     assert_all_match(got.gradients, want.gradients)
     assert_all_match(got.weights, want.weights)
@@ -74,7 +63,7 @@ def test_r_moe_01_and_09_experts_without_tokens_take_part_in_every_strategy(stra
 
 def _padded(rank: int, world_size: int, config: Any, state: Tensors, case: Case) -> Any:
     training = Training(balance_coef=0.1, z_coef=0.01)
-    engine = start(config, state, case, training=training, num_sequences=2)
+    engine = start_engine(config, state, case, training=training)
     sums = accumulate(engine, padded_batch(pad_with_a_real_token=True)[2], case)
     dist.all_reduce(sums.expert_counts, group=engine.mesh.dp_group)
     return sums.expert_counts, gradient_shards(engine)
@@ -90,7 +79,8 @@ def _padded(rank: int, world_size: int, config: Any, state: Tensors, case: Case)
     ],
     ids=str,
 )
-def test_r_moe_11_padding_is_not_routed_in_any_strategy(strategy: str, case: Case) -> None:
+@pytest.mark.requirement("R-MOE-11")
+def test_padding_is_not_routed_in_any_strategy(strategy: str, case: Case) -> None:
     config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01)
     case = case._replace(execution=Execution(strategy=strategy))
     state = full_state(config)
@@ -98,7 +88,7 @@ def test_r_moe_11_padding_is_not_routed_in_any_strategy(strategy: str, case: Cas
     by_rank = run_ranks(_padded, case.dp * case.tp, config, state, case)
     for counts, _ in by_rank:
         assert torch.equal(counts, want.sums.expert_counts)
-    assert_all_match(join_shards([grads for _, grads in by_rank], config, case, whole=state), want_grads)
+    assert_all_match(join_shards([grads for _, grads in by_rank], config, case), want_grads)
 
 
 def _router_types(rank: int, world_size: int, config: Any, state: Tensors, case: Case) -> list[set[torch.dtype]]:
@@ -112,14 +102,15 @@ def _router_types(rank: int, world_size: int, config: Any, state: Tensors, case:
             if isinstance(module, GatherMoeRouter):
                 module.register_forward_hook(note)
 
-    engine = start(config, state, case, prepare=watch)
+    engine = start_engine(config, state, case, prepare=watch)
     accumulate(engine, random_batch(), case)
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
     return seen
 
 
 @pytest.mark.parametrize(("strategy", "ep"), [("gather_weights", 1), ("all_to_all", 2)])
-def test_r_moe_10_a_bf16_engine_routes_in_float32_in_every_strategy(strategy: str, ep: int) -> None:
+@pytest.mark.requirement("R-MOE-10")
+def test_a_bf16_engine_routes_in_float32_in_every_strategy(strategy: str, ep: int) -> None:
     config, case = tiny_config(), Case(tp=2, ep=ep, stage=2, bf16=True, execution=Execution(strategy=strategy))
     for seen in run_ranks(_router_types, 2, config, full_state(config), case):
         assert seen == [{torch.float32}] * 2

@@ -1,6 +1,5 @@
 """PEFT on exported folders: adapters of attention, experts and router train, merge, come back and are saved whole."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modeling.model import GatherMoeForCausalLM
 from recipe.hf.fine_tuning import PARTS, check_saved, lora_targets, save_finetuned
-from tests.hf.test_r_ckpt import CONFIGS
-from tests.parity import full_state, referee_model
+from tests.exports import CONFIGS
 from tests.ranks import run_ranks
+from tests.referee import LOGITS_ATOL, assert_all_match, full_state, referee_model
+from tests.tuning import (
+    FILE,
+    Exported,
+    adapters,
+    ids,
+    open_model,
+    open_with_adapters,
+    plain_engine,
+    plain_settings,
+)
 
 TYPES = tuple(CONFIGS)
-Exported = Callable[[str], Path]
-FILE = "adapter_model.safetensors"
 
 
 def model_of(name: str) -> Any:
@@ -25,38 +31,13 @@ def model_of(name: str) -> Any:
     return referee_model(config, full_state(config))
 
 
-def ids() -> Tensor:
-    return torch.randint(0, 51, (8, 16), generator=torch.Generator().manual_seed(3))
-
-
 def parts_of(name: str) -> list[str]:
     return [part for part in PARTS if part != "dense" or name in ("qwen3_moe", "gather_moe")]
 
 
-def open_model(folder: Path) -> Any:
-    """By AutoModel; the native type by this process's own class."""
-    from transformers import AutoModelForCausalLM
-
-    assert GatherMoeForCausalLM.config_class.model_type == "gather_moe"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def open_with_adapters(folder: Path, *, adapt: list[str] | None = None) -> Any:
-    """A PeftModel whose adapters are the same random numbers each time."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(5)
-    model = open_model(folder)
-    targets = lora_targets(model) if adapt is None else lora_targets(model, adapt=adapt)
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **targets))
-
-
-def adapters(model: Any) -> dict[str, Tensor]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
 @pytest.mark.parametrize("name", TYPES)
-def test_r_ft_01_every_type_has_the_same_names(name: str) -> None:
+@pytest.mark.requirement("R-FT-01")
+def test_every_type_has_the_same_names(name: str) -> None:
     model = model_of(name)
     assert lora_targets(model) == {
         "target_modules": [f"self_attn.{kind}_proj" for kind in "qkvo"],
@@ -66,7 +47,8 @@ def test_r_ft_01_every_type_has_the_same_names(name: str) -> None:
     assert lora_targets(model, adapt=["layers.1.self_attn.q_proj"])["target_modules"] == ["layers.1.self_attn.q_proj"]
 
 
-def test_r_ft_01_a_name_that_finds_nothing_is_refused() -> None:
+@pytest.mark.requirement("R-FT-01")
+def test_a_name_that_finds_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'mlp.gate_proj.weight' is found neither .* of this MixtralForCausalLM"):
         lora_targets(model_of("mixtral"), adapt=["attention", "dense"])
     for usual in ("w1", "experts.0.w1", "mlp.experts"):
@@ -74,7 +56,8 @@ def test_r_ft_01_a_name_that_finds_nothing_is_refused() -> None:
             lora_targets(model_of("mixtral"), adapt=[usual])
 
 
-def test_r_ft_01_a_dense_layer_is_not_taken_for_the_experts() -> None:
+@pytest.mark.requirement("R-FT-01")
+def test_a_dense_layer_is_not_taken_for_the_experts() -> None:
     """PEFT would turn the module's name into that of all experts of a Qwen3-MoE."""
     targets = lora_targets(model_of("qwen3_moe"), adapt=["layers.0.mlp.down_proj"])
     assert targets == {"target_modules": [], "target_parameters": ["layers.0.mlp.down_proj.weight"]}
@@ -82,9 +65,8 @@ def test_r_ft_01_a_dense_layer_is_not_taken_for_the_experts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
-def test_r_ft_01_adapters_of_every_part_train_merge_and_come_back(
-    name: str, exported: Exported, tmp_path: Path
-) -> None:
+@pytest.mark.requirement("R-FT-01")
+def test_adapters_of_every_part_train_merge_and_come_back(name: str, exported: Exported, tmp_path: Path) -> None:
     from peft import PeftModel
 
     model = open_with_adapters(exported(name), adapt=parts_of(name))
@@ -108,10 +90,10 @@ def test_r_ft_01_adapters_of_every_part_train_merge_and_come_back(
     again = PeftModel.from_pretrained(open_model(exported(name)), tmp_path / "adapter").eval()
     assert torch.equal(again(ids()).logits, want)
     merged = model.merge_and_unload()
-    torch.testing.assert_close(merged(ids()).logits, want, atol=1e-4, rtol=0)
+    torch.testing.assert_close(merged(ids()).logits, want, atol=LOGITS_ATOL, rtol=0)
     save_finetuned(merged, tmp_path / "merged")
     assert type(merged) is type(open_model(tmp_path / "merged"))
-    torch.testing.assert_close(open_model(tmp_path / "merged").eval()(ids()).logits, want, atol=1e-4, rtol=0)
+    torch.testing.assert_close(open_model(tmp_path / "merged").eval()(ids()).logits, want, atol=LOGITS_ATOL, rtol=0)
 
 
 def adapter_gradients(folder: Path, *, reentrant: bool | None) -> dict[str, Tensor]:
@@ -128,17 +110,18 @@ def adapter_gradients(folder: Path, *, reentrant: bool | None) -> dict[str, Tens
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
-def test_r_ft_05_checkpointing_changes_no_gradient_of_an_adapter(name: str, exported: Exported) -> None:
+@pytest.mark.requirement("R-FT-05")
+def test_checkpointing_changes_no_gradient_of_an_adapter(name: str, exported: Exported) -> None:
     want = adapter_gradients(exported(name), reentrant=None)
     assert all(gradient.any() for gradient in want.values())
     for reentrant in (False, True):
         got = adapter_gradients(exported(name), reentrant=reentrant)
         assert got.keys() == want.keys()
-        for key, gradient in got.items():
-            torch.testing.assert_close(gradient, want[key], atol=1e-6, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
+        assert_all_match(got, want, atol=1e-6)
 
 
-def test_r_ft_02_an_empty_or_missing_tensor_makes_the_save_fail(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-FT-02")
+def test_an_empty_or_missing_tensor_makes_the_save_fail(tmp_path: Path) -> None:
     for tensors in ({}, {"a.lora_A.weight": torch.ones(4, 2), "a.lora_B.weight": torch.empty(0)}):
         save_file(tensors, tmp_path / FILE)
         with pytest.raises(ValueError, match=rf"{len(tensors)} tensors, {len(tensors) // 2} of them empty, .* gather"):
@@ -147,34 +130,6 @@ def test_r_ft_02_an_empty_or_missing_tensor_makes_the_save_fail(tmp_path: Path) 
     check_saved(tmp_path)
     with pytest.raises(ValueError, match=r"not hold the adapter's tensors; .* \['a.lora_A.weight', 'b'\]"):
         check_saved(tmp_path, shapes={"a.lora_A.weight": (4, 3), "b": (2,)})
-
-
-def plain_settings(stage: int, *, num_sequences: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": num_sequences,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }
-
-
-def plain_engine(model: Any, settings: dict[str, Any]) -> Any:
-    """DeepSpeed's own engine, data-parallel over all ranks, as Trainer makes it."""
-    import deepspeed
-    import torch.distributed as dist
-
-    from modeling.layout import ParallelLayout
-    from modeling.mesh import build_mesh
-    from recipe.engine.engine import Mpu, join_communication
-
-    join_communication()
-    mesh = build_mesh(ParallelLayout(dp=dist.get_world_size()), num_key_value_heads=1)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
-    # The mpu, because DeepSpeed remembers the groups of the engine before, which a pool of ranks has ended.
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, mpu=Mpu(mesh), config=settings, dist_init_required=False
-    )
-    return engine
 
 
 def tune_under_deepspeed(rank: int, world_size: int, name: str, folder: Path, stage: int, out: Path) -> str | None:
@@ -197,7 +152,8 @@ def tune_under_deepspeed(rank: int, world_size: int, name: str, folder: Path, st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "gather_moe"])
-def test_r_ft_02_an_adapter_is_saved_whole_under_zero_3(name: str, exported: Exported, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-FT-02")
+def test_an_adapter_is_saved_whole_under_zero_3(name: str, exported: Exported, tmp_path: Path) -> None:
     for stage in (0, 3):
         out = tmp_path / str(stage)
         said, _ = run_ranks(tune_under_deepspeed, 2, name, exported(name), stage, out)
@@ -206,5 +162,4 @@ def test_r_ft_02_an_adapter_is_saved_whole_under_zero_3(name: str, exported: Exp
     want, got = load_file(tmp_path / "0" / FILE), load_file(tmp_path / "3" / FILE)
     assert got.keys() == want.keys()
     assert sum("experts" in key for key in want) == 8
-    for key, tensor in got.items():
-        torch.testing.assert_close(tensor, want[key], atol=1e-5, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
+    assert_all_match(got, want)
