@@ -11,7 +11,7 @@ from typing import NamedTuple
 from recipe.plan.compute_time import Both
 from recipe.plan.job import Job
 from recipe.plan.parameters import BLOCK_OUTPUTS, Module, held_modules
-from recipe.plan.traffic import WIDE_BYTES, weights_of
+from recipe.plan.traffic import SUM_BYTES, weights_of
 from recipe.plan.zero3 import Step, Thresholds, zero_number
 
 # Seconds of one transfer by purpose and op; what is not there takes none.
@@ -257,7 +257,7 @@ class _ZeroPlay(Lanes):
 
     def _send_bucket(self) -> None:
         self.wait(self._sums[-UNDER_WAY[self._stage]])
-        self._sums.append(self.send(self._call_s(self._op, WIDE_BYTES * self._filled)))
+        self._sums.append(self.send(self._call_s(self._op, SUM_BYTES * self._filled)))
         self._filled = 0
 
     def _end(self) -> None:
