@@ -165,7 +165,7 @@ def expert_times(job: Job, rates: Rates) -> Both:
     def per_row(name: str, elements: float, *, times: int = 1) -> float:
         return times * rates.pass_s(name, each * elements, count=count)
 
-    moved = _moved(job, rates)
+    moved_s, moved_back_s = _moved(job, rates)
     sums = rates.pass_s("copy", rows.tokens * width)
     add_rows = "sum_rows" if job.static_rows else "add_rows"
     gate_up, down = product(width, 2 * rows.width), product(rows.width, width)
@@ -174,7 +174,7 @@ def expert_times(job: Job, rates: Rates) -> Both:
     clears = per_row("copy", 2 * width + 3 * rows.width) if job.static_rows else 0.0
     forward = Times(
         before=rates.pass_s("norm", here),
-        sums=first + per_row("activation", rows.width) + down + per_row(add_rows, width) + sums + moved.forward,
+        sums=first + per_row("activation", rows.width) + down + per_row(add_rows, width) + sums + moved_s,
         after=rates.pass_s("add", here),
     )
     per_weight = rows.per_expert * rows.chunks
@@ -191,7 +191,7 @@ def expert_times(job: Job, rates: Rates) -> Both:
         + product(2 * rows.width, width)
         + per_row(add_rows, width)
         + sums
-        + moved.backward,
+        + moved_back_s,
         weights=weights + per_row("rows", width, times=2) + per_row("add", width),
         # The gradients of the experts' and the router's inputs and of the residual meet.
         after=rates.pass_s("norm_backward", here) + rates.pass_s("add", here, count=2),
@@ -199,27 +199,20 @@ def expert_times(job: Job, rates: Rates) -> Both:
     return Both(forward, backward)
 
 
-class Moved(NamedTuple):
-    """Seconds of what a strategy puts together and takes apart around the experts of a layer."""
-
-    forward: float
-    backward: float
-
-
-def _moved(job: Job, rates: Rates) -> Moved:
-    """Return zeros for gathered tokens, which the experts read where they are."""
+def _moved(job: Job, rates: Rates) -> tuple[float, float]:
+    """Return seconds of what a strategy joins and takes apart around the experts of a layer, forward and backward."""
     sizes, strategy = job.sizes, job.group_strategy
     if strategy == "gather_weights":
         # Slices joined for either pass, and their gradients put in the order in which they go home.
         joined_s = rates.pass_s("copy", MATRICES * sizes.num_experts * sizes.moe_intermediate_size * sizes.hidden_size)
-        return Moved(joined_s, 2 * joined_s)
+        return joined_s, 2 * joined_s
     if strategy == "all_to_all":
         # Rows of this rank's tokens looked up, and what comes back weighted and added to them; backward the same, and
         # the products that weights and outputs get their gradients from.
         sent = job.tokens_per_rank * sizes.num_experts_per_tok * sizes.hidden_size
         once_s = rates.pass_s("rows", sent) + rates.pass_s("add_rows", sent)
-        return Moved(once_s, once_s + rates.pass_s("add", sent, count=2))
-    return Moved(0.0, 0.0)
+        return once_s, once_s + rates.pass_s("add", sent, count=2)
+    return 0.0, 0.0  # gathered tokens are read where they are
 
 
 def router_times(job: Job, exact: Rates) -> Both:

@@ -99,7 +99,7 @@ ALIASES: Mapping[str, str] = {
     "4090": "rtx-4090",
     "rtx4090": "rtx-4090",
 }
-# What people write before, between and behind the words of a name.
+# What people write before and after the words of a name.
 _MAKERS = re.compile(r"^(nvidia|amd|geforce|instinct)-")
 _SOCKET = re.compile(r"-(sxm\d?|oam|hbm\d\w?)(?=-|$)")
 

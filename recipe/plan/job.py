@@ -117,7 +117,7 @@ class Job:
 
     @cached_property
     def group_strategy(self) -> str:
-        """The strategy that a group acts by: a rank alone has nobody to exchange anything with."""
+        """The strategy that a group acts by: a rank alone exchanges nothing."""
         return self.moe_strategy if self.layout.tp > 1 else "gather_tokens"
 
     @property

@@ -235,7 +235,7 @@ class _Step:
     def loss(self) -> Moment:
         """Return the moment when all layers have run forward, and no gradient has been made."""
         lines = [*self.zero.forward(), *self.zero.whole("head", is_backward=False)]
-        return self.moment("loss", lines, *self._behind(self._last), self._parts.head_working)
+        return self.moment("loss", lines, *self._kept_up_to(self._last), self._parts.head_working)
 
     def backward(self, layer: _Layer) -> list[Moment]:
         """Return the moments of a layer's feed-forward half, its attention, and where ZeRO-3 fetches its weights."""
@@ -255,7 +255,7 @@ class _Step:
         arriving = zero.arriving(layer.module, is_backward=True)
         if arriving:
             lines = [*arriving, *zero.backward(done=done)]
-            found.append(self.moment(name + "fetch", lines, *self._behind(layer)))
+            found.append(self.moment(name + "fetch", lines, *self._kept_up_to(layer)))
         return found
 
     def first_reduction(self, layer: _Layer) -> Moment:
@@ -272,7 +272,7 @@ class _Step:
         moe, dense = self._numbers
         return layer.num_moe * moe + layer.num_dense * dense + self.held.embedding
 
-    def _behind(self, layer: _Layer) -> list[Part]:
+    def _kept_up_to(self, layer: _Layer) -> list[Part]:
         """Return what all layers up to this one have left."""
         if self._recompute:
             return [self._parts.layer_input._replace(times=layer.number)]
@@ -281,10 +281,10 @@ class _Step:
     def _at_work(self, layer: _Layer, *, only_inputs: bool = False) -> list[Part]:
         """Return the same in this layer's backward: with all that it kept, or with attention's inputs alone."""
         if not self._recompute and not only_inputs:
-            return self._behind(layer)
+            return self._kept_up_to(layer)
         below = _Layer(layer.is_dense, layer.num_moe - (not layer.is_dense), layer.num_dense - layer.is_dense)
         own = [self._parts.inputs] if only_inputs else self._left(1, int(not layer.is_dense), int(layer.is_dense))
-        return [*self._behind(below), *own]
+        return [*self._kept_up_to(below), *own]
 
     def _left(self, layers: int, moe: int, dense: int) -> list[Part]:
         found = self._parts
@@ -327,5 +327,5 @@ def _where_filled(sizes: ModelSizes, zero: ZeroMemory, held: RankParameters) -> 
         return None
     layers = sizes.num_hidden_layers
     mean = (float(zero.s.P) - held.embedding - held.head) / layers
-    behind = int((float(zero.bucket) - held.head) / mean)
-    return _layer(sizes, layers - 1 - min(max(behind, 0), layers - 1))
+    passed = int((float(zero.bucket) - held.head) / mean)
+    return _layer(sizes, layers - 1 - min(max(passed, 0), layers - 1))

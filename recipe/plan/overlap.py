@@ -11,7 +11,7 @@ from typing import NamedTuple
 from recipe.plan.compute_time import Both
 from recipe.plan.job import Job
 from recipe.plan.parameters import BLOCK_OUTPUTS, Module, held_modules
-from recipe.plan.traffic import WIDE_BYTES, weights_of
+from recipe.plan.traffic import SUM_BYTES, weights_of
 from recipe.plan.zero3 import Step, Thresholds, zero_number
 
 # Seconds of one transfer by purpose and op; what is not there takes none.
@@ -57,38 +57,32 @@ class LayerTimes(NamedTuple):
     other: Both
 
 
-class ExposedShares(NamedTuple):
-    """Shares of the seconds of transfers that are waited for, by what they are for; `experts` with the routing."""
+def exposed_shares(job: Job, *, layer: LayerTimes, calls: Calls, busy: float) -> dict[str, float]:
+    """Return the shares of the seconds of gathers, scatters and exchanges that are waited for, by purpose.
 
-    attention: float = 1.0
-    experts: float = 1.0
-    dense: float = 1.0
-    head: float = 1.0
-
-
-def exposed_shares(job: Job, *, layer: LayerTimes, calls: Calls, busy: float) -> ExposedShares:
-    """Play each part through, at whose end all has arrived; 1 where nothing overlaps."""
+    Each purpose is played through alone, and all has arrived at its end; what is not in the result is waited for.
+    """
     if not job.wire.overlap or job.layout.tp == 1:
-        return ExposedShares()
-    forwards = 2 if job.recompute else 1
+        return {}
+    sizes, forwards = job.sizes, 2 if job.recompute else 1
     shares = {}
-    kinds = [("attention", layer.attention), ("dense", layer.dense)] if job.sizes.dense_layers else []
-    for purpose, part in kinds or [("attention", layer.attention)]:
+    halves = {"attention": layer.attention, **({"dense": layer.dense} if sizes.dense_layers else {})}
+    for purpose, half in halves.items():
         play = _Play(job, calls, purpose=purpose, busy=busy)
         for _ in range(forwards):
-            play.products_forward(part)
-        play.products_backward(part)
+            play.products_forward(half)
+        play.products_backward(half)
         shares[purpose] = play.exposed_share
-    if job.sizes.num_moe_layers:
+    if sizes.num_moe_layers:
         play = _Play(job, calls, purpose="experts", busy=busy)
         for _ in range(forwards):
             play.experts_forward(layer)
         play.experts_backward(layer)
-        shares["experts"] = play.exposed_share
+        shares["experts"] = shares["routing"] = play.exposed_share
     play = _Play(job, calls, purpose="head", busy=busy)
     play.wait_all(play.scatter(layer.head.forward.sums, arrivals=play.gather(job.num_chunks)))
     shares["head"] = play.exposed_share
-    return ExposedShares(**shares)
+    return shares
 
 
 class _Play(Lanes):
@@ -263,7 +257,7 @@ class _ZeroPlay(Lanes):
 
     def _send_bucket(self) -> None:
         self.wait(self._sums[-UNDER_WAY[self._stage]])
-        self._sums.append(self.send(self._call_s(self._op, WIDE_BYTES * self._filled)))
+        self._sums.append(self.send(self._call_s(self._op, SUM_BYTES * self._filled)))
         self._filled = 0
 
     def _end(self) -> None:

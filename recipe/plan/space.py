@@ -228,7 +228,7 @@ def _most_rows(num_experts: int, sizes: ModelSizes) -> float:
 
 
 def _strategies(layout: ParallelLayout) -> Iterator[str]:
-    """Yield the strategies that a layout allows; one rank has nobody to exchange anything with."""
+    """Yield the strategies that a layout allows; one rank has none to exchange with."""
     yield "gather_tokens"
     if layout.tp > 1 and layout.ep == 1:
         yield "gather_weights"

@@ -21,18 +21,14 @@ from recipe.plan.compute_time import (
 from recipe.plan.hardware_values import Hardware
 from recipe.plan.job import Job
 from recipe.plan.overlap import (
-    ExposedShares,
     LayerTimes,
     exposed_shares,
     hidden_seconds,
 )
 from recipe.plan.rates import Rates
-from recipe.plan.traffic import Sent, planned_traffic, ring_bytes
+from recipe.plan.traffic import planned_traffic, ring_bytes
 from recipe.plan.wire_time import Ring, WireTime, busy_share, call_seconds, ring_of, wire_times
 from recipe.shared.flops import model_flops_per_token
-
-# The group's transfers that products run beside, and the part of a layer that they belong to.
-IN_LAYERS = {"attention": "attention", "experts": "experts", "routing": "experts", "dense": "dense", "head": "head"}
 
 
 class TimePlan(NamedTuple):
@@ -146,7 +142,12 @@ class TimeModel:
         calls = {(w.sent.purpose, w.sent.op): w.seconds / w.sent.num_calls for w in group if w.sent.axis == "group"}
         busy = busy_share(self._ring("group", job), hardware=self._hardware)
         shares = exposed_shares(job, layer=layer, calls=calls, busy=busy)
-        return sum(_exposed_share(wire.sent, shares) * wire.seconds for wire in group)
+
+        def share(axis: str, op: str, purpose: str) -> float:
+            """Return 1 for what is waited for where it is started: sums, and what twins of key-value heads send."""
+            return 1.0 if axis != "group" or op == "all_reduce" else shares.get(purpose, 1.0)
+
+        return sum(share(*wire.sent[:3]) * wire.seconds for wire in group)
 
     def _hidden_zero_s(self, job: Job, *, layer: LayerTimes) -> float:
         """Return the seconds of ZeRO's transfers over dp that no rank waits for."""
@@ -174,11 +175,3 @@ def mfu(job: Job, step_s: float, hardware: Hardware) -> float:
     length = job.attention_length or job.block_size
     flops = model_flops_per_token(job.sizes, attention_length=length) * job.tokens_per_step
     return flops / (step_s * job.layout.world_size * hardware.peak_flops_per_s[job.precision])
-
-
-def _exposed_share(sent: Sent, shares: ExposedShares) -> float:
-    """Return the share of one row's seconds; a collective that a rank starts and then waits for is exposed in full."""
-    part = IN_LAYERS.get(sent.purpose)
-    if sent.axis != "group" or sent.op == "all_reduce" or part is None:
-        return 1.0
-    return float(getattr(shares, part))

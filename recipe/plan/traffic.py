@@ -14,7 +14,8 @@ from recipe.plan.job import Job
 from recipe.plan.parameters import held_modules
 from recipe.plan.zero3 import PLAIN_BUCKET, Thresholds, Weights, zero3_weights, zero_number
 
-WIDE_BYTES = 4  # of float32: statistics, losses, sums of gradients in either precision
+WIDE_BYTES = 4  # of float32: statistics, losses, sums of replicated parameters' gradients
+SUM_BYTES = 4  # ZeRO's gradients travel in float32, in either precision
 ALIGNMENT = 2  # numbers; every rank's part of a flat buffer starts at a multiple of it
 ROUTER_LOSSES = {"router_aux_loss_coef": 0.001, "router_z_loss_coef": 0.0}  # defaults of the model's configuration
 
@@ -246,7 +247,7 @@ def _gradient_sums(job: Job) -> Sent:
         op, calls, numbers = "all_reduce", _num_flushes(padded), sum(padded)
     else:
         op, (calls, numbers) = "all_reduce", _summed(job.sizes, job.layout, bucket if stage else None)
-    return Sent("dp", op, "zero", calls, ring_bytes(op, WIDE_BYTES * numbers, size=job.layout.dp))
+    return Sent("dp", op, "zero", calls, ring_bytes(op, SUM_BYTES * numbers, size=job.layout.dp))
 
 
 @lru_cache(maxsize=256)
