@@ -5,7 +5,7 @@ Standard library only: the configuration class, the settings of a run, the plann
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 NATIVE = "gather_moe"
@@ -74,6 +74,10 @@ class ModelSizes:
         return self.num_hidden_layers - len(self.dense_layers)
 
 
+# Sizes that are settings of the same name.
+_SIZES_OF_SETTINGS = tuple(f.name for f in fields(ModelSizes) if f.name not in ("intermediate_size", "dense_layers"))
+
+
 def _setting(rule: Rule, default: Any = None, *, needed: bool = False) -> Any:
     return field(default=default, metadata={"rule": rule, "needed": needed})
 
@@ -120,27 +124,26 @@ class ModelSpec:
 
     def fill_in(self) -> None:
         """Set what follows from other settings where it is not named."""
-        followed = follow_from(hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads)
-        for name, value in followed.items():
+        for name in ("num_key_value_heads", "head_dim", "mlp_only_layers"):
             if getattr(self, name) is None:
-                setattr(self, name, value)
+                setattr(self, name, default_of(name, vars(self)))
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """Indices of the layers without experts: all but every `decoder_sparse_step`-th, and those named."""
-        return tuple(i for i in range(self.num_hidden_layers) if not self.is_sparse(i))
+        named, step, none = self.mlp_only_layers or (), self.decoder_sparse_step, self.num_experts == 0
+        return tuple(i for i in range(self.num_hidden_layers) if none or (i + 1) % step or i in named)
 
     def is_sparse(self, layer_idx: int) -> bool:
-        """Whether a layer's feed-forward is a mixture of experts."""
-        on_step = (layer_idx + 1) % self.decoder_sparse_step == 0
-        return self.num_experts > 0 and on_step and layer_idx not in (self.mlp_only_layers or ())
+        """Return whether a layer's feed-forward is a mixture of experts."""
+        return layer_idx not in self.dense_layers
 
     @property
     def sizes(self) -> ModelSizes:
         """The numbers that layouts, plans and FLOP counts are made of."""
         dense = self.dense_layers
-        same = {f.name: getattr(self, f.name) for f in fields(ModelSizes) if f.name != "dense_layers"}
-        return ModelSizes(**{**same, "intermediate_size": self.intermediate_size if dense else 0}, dense_layers=dense)
+        same = {name: getattr(self, name) for name in _SIZES_OF_SETTINGS}
+        return ModelSizes(**same, intermediate_size=self.intermediate_size if dense else 0, dense_layers=dense)
 
 
 @dataclass(kw_only=True, repr=False)
@@ -170,29 +173,31 @@ class LossSpec:
 LOSS_SETTINGS = tuple(f.name for f in fields(LossSpec))
 # The rule of every setting that a file or an override may give; files that are older than rope_parameters have a theta.
 RULES: Mapping[str, Rule] = {**{f.name: f.metadata["rule"] for f in fields(ModelSpec)}, "rope_theta": POSITIVE}
-DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(ModelSpec) if f.default is not MISSING}
+DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(ModelSpec)}
 NEEDED = tuple(f.name for f in fields(ModelSpec) if f.metadata["needed"])
 FLOATS = tuple(f.name for f in fields(ModelSpec) if f.metadata["rule"] in (POSITIVE, NOT_NEGATIVE, SHARE))
 
 
-def follow_from(*, hidden_size: int, num_attention_heads: int) -> dict[str, Any]:
-    """The settings that follow from others where a model does not name them."""
-    return {
-        "num_key_value_heads": num_attention_heads,
-        "head_dim": hidden_size // num_attention_heads,
-        "mlp_only_layers": [],
-    }
+def default_of(name: str, settings: Mapping[str, Any]) -> Any:
+    """Return what a setting is where `settings` do not name it; None where what it follows from is not sound."""
+    width: Any = settings.get("hidden_size")
+    heads: Any = settings.get("num_attention_heads")
+    if name == "num_key_value_heads":
+        return heads
+    if name == "head_dim":
+        return width // heads if COUNT.holds(width) and COUNT.holds(heads) else None
+    return [] if name == "mlp_only_layers" else DEFAULTS.get(name)
 
 
 def spec_of(settings: Mapping[str, Any]) -> ModelSpec:
-    """The model that keyword arguments of its configuration make; those of a run have no part in it."""
+    """Return the model that keyword arguments of its configuration make; those of a run have no part in it."""
     spec = ModelSpec(**{name: value for name, value in settings.items() if name in DEFAULTS and value is not None})
     spec.fill_in()
     return spec
 
 
 def value_faults(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Every setting that is missing or cannot be what it is. How settings fit each other and the ranks: layout.py."""
+    """Yield every setting that is missing or cannot be what it is. How settings fit the ranks: layout.py."""
     for key in NEEDED:
         if settings.get(key) is None:
             yield f"{key} is missing; it must be {RULES[key].says}"
@@ -204,21 +209,17 @@ def value_faults(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _combined_faults(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What follows from two settings, each sound in itself."""
-    width, heads = settings.get("hidden_size"), settings.get("num_attention_heads")
-    layers, named = settings.get("num_hidden_layers"), settings.get("mlp_only_layers")
-    if settings.get("head_dim") is None and COUNT.holds(width) and COUNT.holds(heads):
-        assert width is not None
-        assert heads is not None
-        derived = follow_from(hidden_size=width, num_attention_heads=heads)["head_dim"]
-        if not EVEN.holds(derived):
-            yield (
-                f"hidden_size={width} over num_attention_heads={heads} gives head_dim={derived}, which must be "
-                f"{EVEN.says}"
-            )
+    """Yield what cannot follow from two settings, each sound in itself."""
+    head_dim = default_of("head_dim", settings)
+    if settings.get("head_dim") is None and head_dim is not None and not EVEN.holds(head_dim):
+        yield (
+            f"hidden_size={settings['hidden_size']} over num_attention_heads={settings['num_attention_heads']} gives "
+            f"head_dim={head_dim}, which must be {EVEN.says}"
+        )
+    layers: Any = settings.get("num_hidden_layers")
+    named: Any = settings.get("mlp_only_layers")
     if COUNT.holds(layers) and INDICES.holds(named):
-        assert layers is not None
-        beyond = [index for index in named or () if index >= layers]
+        beyond = [index for index in named if index >= layers]
         if beyond:
             yield f"mlp_only_layers names {beyond}, but num_hidden_layers={layers}: the last layer is {layers - 1}"
 
@@ -236,7 +237,7 @@ def _rope_faults(rope: Any) -> Iterator[str]:
 
 
 def experts_per_token_faults(*, num_experts: int, num_experts_per_tok: int) -> Iterator[str]:
-    """A token visits at least one expert where there are any, and none of them twice."""
+    """Yield a fault unless a token visits at least one expert, where there are any, and none of them twice."""
     if num_experts > 0 and not 1 <= num_experts_per_tok <= num_experts:
         yield f"num_experts_per_tok={num_experts_per_tok} must lie between 1 and num_experts={num_experts}"
 
@@ -245,7 +246,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_shapes(sizes: ModelSizes, *, is_dense: bool) -> Shapes:
-    """Whole shapes of a layer's parameters by their names in it."""
+    """Return the whole shapes of a layer's parameters by their names in it."""
     hidden, head = sizes.hidden_size, sizes.head_dim
     query, key_value = sizes.num_attention_heads * head, sizes.num_key_value_heads * head
     shapes: Shapes = {
@@ -275,7 +276,7 @@ def layer_shapes(sizes: ModelSizes, *, is_dense: bool) -> Shapes:
 
 
 def outer_shapes(sizes: ModelSizes) -> Shapes:
-    """Whole shapes of the parameters around the layers by their names in the model."""
+    """Return the whole shapes of the parameters around the layers by their names in the model."""
     table = (sizes.vocab_size, sizes.hidden_size)
     head = {} if sizes.tie_word_embeddings else {"lm_head.weight": table}
     return {"model.embed_tokens.weight": table, "model.norm.weight": (sizes.hidden_size,), **head}
@@ -293,7 +294,7 @@ class StockType:
     says: Mapping[str, str]
 
     def can_say(self, spec: ModelSpec) -> bool:
-        """Whether a file of this type makes the same model: what it has no name for changes nothing."""
+        """Return whether a file of this type can make the model: what it has no name for changes nothing."""
         unsaid = {
             "head_dim": spec.head_dim is not None and spec.head_dim * spec.num_attention_heads == spec.hidden_size,
             "mlp_only_layers": not spec.dense_layers,
@@ -345,6 +346,6 @@ STOCK_TYPES: Mapping[str, StockType] = {
 
 
 def stock_type(spec: ModelSpec) -> str:
-    """The stock model type that says everything of a model, or our own where none does."""
+    """Return the stock model type that says everything of a model, or our own if none does."""
     fitting = [name for name, stock in STOCK_TYPES.items() if stock.can_say(spec)]
     return fitting[0] if fitting and spec.num_experts > 0 else NATIVE

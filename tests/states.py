@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.initialization import no_init_weights
@@ -99,3 +100,23 @@ def save_whole(folder: Path, state: TrainingState, *, step: int = 3, details: di
     (folder / "expert_counts.json").write_text("{}")
     write_whole(folder / "whole", state, advance=ignore)
     return seal(folder, step=step, details={**details, "format": "whole"})
+
+
+def same_content(a: Path, b: Path) -> bool:
+    """Whether two files of checkpoints hold the same, seconds aside."""
+    if a.suffix != ".pt":
+        return a.read_bytes() == b.read_bytes()
+    return equal(*(torch.load(path, weights_only=False, map_location="cpu") for path in (a, b)))
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Of the same build and with the same numbers, seconds aside."""
+    if isinstance(a, torch.Tensor):
+        return bool(type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a if key != "elapsed_s")
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if hasattr(a, "__dict__"):
+        return type(a) is type(b) and equal(vars(a), vars(b))
+    return bool(np.all(a == b))

@@ -47,26 +47,26 @@ def tokenise(
     counted by file; so are those that are not UTF-8 if asked, or else they raise InvalidTextError. Memory: two batches
     for each worker, one line or row of the corpus, and 8 bytes a document.
     """
-    filling: _Filling = (
-        _RowFilling(folder, encoder=encoder, options=options)
+    tokeniser: _Tokeniser = (
+        _RowTokeniser(folder, encoder=encoder, options=options)
         if isinstance(encoder, RowEncoder)
-        else _TextFilling(folder, encoder=encoder, options=options)
+        else _TextTokeniser(folder, encoder=encoder, options=options)
     )
-    writer = filling.writer
+    writer = tokeniser.writer
     bar = tqdm(desc="tokenising", unit=" tokens", unit_scale=True, mininterval=1.0, disable=not options.show_progress)
     try:
-        batches = filling.batches(corpus)
-        for encoded in map_in_order(batches, work=filling.encode, num_workers=options.num_workers, name="tokenise"):
-            filling.take(encoded)
+        batches = tokeniser.batches(corpus)
+        for encoded in map_in_order(batches, work=tokeniser.encode, num_workers=options.num_workers, name="tokenise"):
+            tokeniser.take(encoded)
             bar.update(writer.num_tokens - bar.n)  # a document taken back counts down
             bar.set_postfix(documents=writer.num_documents, refresh=False)
             yield
-            if filling.is_full:
+            if tokeniser.is_full:
                 break
         writer.cancel_document()  # one that was being read when the store was full
         if not writer.num_documents:
-            raise ValueError(filling.nothing_left(corpus))
-        yield from writer.finish(filling.left_out())
+            raise ValueError(tokeniser.nothing_left(corpus))
+        yield from writer.finish(tokeniser.left_out())
     finally:
         bar.close()
         writer.close()
@@ -93,8 +93,8 @@ def map_in_order(
                 future.cancel()
 
 
-class _Filling:
-    """The way of a corpus into a token store: cut in batches, encoded by threads, written by one."""
+class _Tokeniser:
+    """Steps from a corpus to its token store: batches of it are encoded by threads and written by one of them."""
 
     def __init__(self, writer: TokenWriter, options: TokeniseOptions) -> None:
         self.writer = writer
@@ -145,7 +145,7 @@ class _Chunk(NamedTuple):
     outcome: Literal["more", "end", "invalid"]
 
 
-class _TextFilling(_Filling):
+class _TextTokeniser(_Tokeniser):
     """Plain text, encoded in chunks; the chunks that come back are joined to documents."""
 
     def __init__(self, folder: Path, *, encoder: TextEncoder, options: TokeniseOptions) -> None:
@@ -230,7 +230,7 @@ class _Entry(NamedTuple):
     text: Rendered | None
 
 
-class _RowFilling(_Filling):
+class _RowTokeniser(_Tokeniser):
     """Rows of chat data, of which each is a document."""
 
     def __init__(self, folder: Path, *, encoder: RowEncoder, options: TokeniseOptions) -> None:

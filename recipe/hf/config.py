@@ -27,7 +27,7 @@ class SpecialTokens(NamedTuple):
 
 
 def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
-    """The model type to write for --hf_format; ValueError where a stock type cannot express the configuration."""
+    """Return the model type to write for --hf_format; ValueError if a stock type cannot express the configuration."""
     best = stock_type(config)
     if hf_format == "auto":
         return best
@@ -47,7 +47,7 @@ def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
 
 
 def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens: SpecialTokens) -> dict[str, Any]:
-    """What config.json holds for `model_type`."""
+    """Return what config.json holds for `model_type`."""
     common: dict[str, Any] = {
         **{name: getattr(config, name) for name in SHARED_NAMES},
         "use_cache": True,
@@ -72,7 +72,7 @@ def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens:
 
 
 def write_config_files(folder: Path, *, values: dict[str, Any], tokens: SpecialTokens) -> None:
-    """config.json, generation_config.json and, for our own type, the code that reads them."""
+    """Write config.json, generation_config.json and, for our own type, the code that reads them."""
     _write(folder / "config.json", values)
     generation = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos, "pad_token_id": tokens.pad}
     _write(folder / "generation_config.json", {name: value for name, value in generation.items() if value is not None})

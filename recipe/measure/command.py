@@ -1,9 +1,11 @@
-"""`gather-moe probe` measures this machine for the planner; `gather-moe sweep` runs its best plans and compares."""
+"""`gather-moe probe` measures this machine into a hardware file; `gather-moe sweep` runs the best plans on it."""
 
 import argparse
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,28 +30,26 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _probe(arguments: argparse.Namespace) -> int:
-    from recipe.measure.probe_start import is_rank, start_processes
-
     out: Path = arguments.out
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: {out.parent} is no folder")
-    if is_rank(os.environ):
+    if _is_rank(os.environ):
         if arguments.ranks is not None:
             raise ValueError(
                 f"--ranks {arguments.ranks} is for a single process, but a launcher started this one as rank "
                 f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}; leave it out"
             )
-        return _measure(arguments)
+        return _measure_here(arguments)
     num_ranks = 1 if arguments.ranks is None else arguments.ranks
     if num_ranks < 1:
         raise ValueError(f"--ranks {num_ranks} must be at least 1")
     if num_ranks == 1:
-        return _measure(arguments)
+        return _measure_here(arguments)
     words = ["--out", str(out), "--precision", *arguments.precision, *(["--quick"] if arguments.quick else [])]
     return start_processes(num_ranks, words=words)
 
 
-def _measure(arguments: argparse.Namespace) -> int:
+def _measure_here(arguments: argparse.Namespace) -> int:
     from recipe.launch.start import read_world, start_ranks, stop_ranks
     from recipe.measure.probe import ProbeOptions, machine_facts, measure_machine
     from recipe.plan.hardware_file import hardware_as_json
@@ -72,6 +72,52 @@ def _measure(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def start_processes(num_ranks: int, *, words: Sequence[str]) -> int:
+    """Run `gather-moe probe WORDS` as this many ranks of one node; the first code that is not 0, else 0.
+
+    A rank that fails ends the others. On CPU each has an equal part of the cores to itself.
+    """
+    from recipe.launch.processes import wait_for_exits
+
+    cores = sorted(os.sched_getaffinity(0))
+    if num_ranks > len(cores):
+        print(f"{num_ranks} ranks share {len(cores)} cores: what is measured is that", file=sys.stderr)
+    each = max(1, len(cores) // num_ranks)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(num_ranks):
+            mine = [cores[(rank * each + i) % len(cores)] for i in range(each)]
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "recipe.cli", "probe", *words],
+                    env=os.environ | _variables(rank, num_ranks=num_ranks, num_threads=each),
+                    cwd=Path.cwd(),
+                    preexec_fn=lambda mine=mine: os.sched_setaffinity(0, mine),  # type: ignore[misc]
+                )
+            )
+        return wait_for_exits(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _is_rank(environ: os._Environ[str]) -> bool:
+    """Whether a launcher has told this process which rank it is."""
+    return bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
+
+
+def _variables(rank: int, *, num_ranks: int, num_threads: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": str(num_threads),
+    }
+
+
 def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     from recipe.plan.flags import add_model_flags, add_plan_flags, add_world_flags
 
@@ -90,9 +136,8 @@ def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    """Exit code 1 where no plan fits or none of them could be measured."""
-    from recipe.measure.sweep import entries_of, results_as_json, run_sweep, table
-    from recipe.measure.sweep_start import Setting
+    """Run the best plans and print the table; exit code 1 where no plan fits or none of them could be measured."""
+    from recipe.measure.sweep import Setting, entries_of, results_as_json, run_sweep, table
     from recipe.plan.flags import read_plan_request
     from recipe.plan.hardware import find_hardware
     from recipe.plan.search import search_plans

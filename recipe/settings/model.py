@@ -1,4 +1,4 @@
-"""How a preset, file, folder or hub name and overrides become the keyword arguments of a model's config, all checked.
+"""A preset, file, folder or hub name and overrides as the keyword arguments of a model's config, all checked.
 
 Standard library only: the sizes are known before torch is loaded.
 """
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modeling.spec import (
-    DEFAULTS,
     FLOATS,
     LOSS_SETTINGS,
     NEEDED,
     ROPE_THETA,
     RULES,
     ModelSizes,
-    follow_from,
+    default_of,
     spec_of,
     value_faults,
 )
@@ -38,7 +37,7 @@ SUM_TO_ONE: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor"
 
 
 class ModelSettings(NamedTuple):
-    """kwargs: keyword arguments of GatherMoeConfig. notes: what the run does otherwise than the file it read."""
+    """Keyword arguments of GatherMoeConfig, and notes on what the run does otherwise than the file it read."""
 
     kwargs: dict[str, Any]
     notes: tuple[str, ...]
@@ -52,12 +51,12 @@ class _Base(NamedTuple):
 
 
 def read_model(arguments: Arguments, *, flag: str = CONFIG_FLAG) -> ModelSettings:
-    """The model that --config_name or --model_name_or_path names, with --config_overrides applied.
+    """Read the model that --config_name or --model_name_or_path names, with --config_overrides applied.
 
-    flag  what messages call the first of them, where a command has another name for it
+    flag  what messages call the first of them, if a command has another name for it
 
-    ValueError lists every setting that is unknown, missing, not available or not of its type; a HubError where the hub
-    was asked in vain.
+    ValueError lists every setting that is unknown, missing, not available or not of its type; it is a HubError after
+    the hub did not answer.
     """
     name = f"{flag} {arguments.config_name}"
     if arguments.model_name_or_path is not None:
@@ -89,18 +88,18 @@ def read_model(arguments: Arguments, *, flag: str = CONFIG_FLAG) -> ModelSetting
 
 
 def run_options(arguments: Arguments) -> dict[str, Any]:
-    """The losses and what else of the model's configuration belongs to the run: more keyword arguments of it."""
+    """Return the losses, keyword arguments of the model's configuration that the run's flags set."""
     return {key: getattr(arguments, key) for key in LOSS_SETTINGS}
 
 
 def sizes_of(kwargs: Mapping[str, Any]) -> ModelSizes:
-    """The sizes a layout depends on, those of the config that the same `kwargs` make; of a preset, or as read."""
+    """Return the sizes of the config that `kwargs`, a preset's or as read, make."""
     assert not [key for key in NEEDED if key not in kwargs], "read_model comes first"
     return spec_of(kwargs).sizes
 
 
 def _read_base(arguments: Arguments, *, flag: str) -> _Base:
-    """ValueError where the name leads nowhere, or to something that is no model's configuration."""
+    """Read the model named; ValueError if the name leads nowhere or to something that is no model's configuration."""
     if arguments.model_name_or_path is not None:
         path = _config_with_weights(arguments.model_name_or_path, arguments=arguments)
         file = read_model_file(path, dense=True, longest=arguments.config_overrides.get("max_position_embeddings"))
@@ -143,7 +142,7 @@ def _config_on_hub(name: str, *, arguments: Arguments, nowhere: str) -> Path:
 
 
 def _upcycled(file: ModelFile, *, arguments: Arguments) -> dict[str, Any]:
-    """The settings of a file with weights; a dense model's become those of the experts that are made of it."""
+    """Return the settings of a file with weights; a dense model's become those of the experts made of it."""
     if not file.is_dense:
         return file.kwargs
     values = {
@@ -158,7 +157,7 @@ def _upcycled(file: ModelFile, *, arguments: Arguments) -> dict[str, Any]:
 
 
 def _weights_faults(base: _Base, *, kwargs: Mapping[str, Any], arguments: Arguments) -> Iterator[str]:
-    """What clashes with weights that exist: the wish for experts, and overrides that would make another model."""
+    """Yield what clashes with weights that exist: a wish for experts, and overrides that would make another model."""
     file = base.file
     assert file is not None
     if file.is_dense and arguments.upcycle_num_experts is None:
@@ -174,7 +173,7 @@ def _weights_faults(base: _Base, *, kwargs: Mapping[str, Any], arguments: Argume
         if key in by_flags:
             yield f"--config_overrides {key} of a dense model that is upcycled is --{by_flags[key]}"
             continue
-        default = _default(key, kwargs=base.kwargs)
+        default = default_of(key, base.kwargs)
         has, wanted = base.kwargs.get(key, default), default if value is None else value
         if key in fixed and wanted != has:
             yield f"--config_overrides {key}={value!r} cannot change weights that exist; {file.file} has {has!r}"
@@ -191,26 +190,15 @@ def _weights_faults(base: _Base, *, kwargs: Mapping[str, Any], arguments: Argume
             )
 
 
-def _default(key: str, *, kwargs: Mapping[str, Any]) -> Any:
-    """What the model's configuration takes where `kwargs` do not name a setting; None where that is not known here."""
-    width, heads = kwargs.get("hidden_size"), kwargs.get("num_attention_heads")
-    if RULES["hidden_size"].holds(width) and RULES["num_attention_heads"].holds(heads):
-        assert width is not None
-        assert heads is not None
-        followed = follow_from(hidden_size=width, num_attention_heads=heads)
-        return followed.get(key, DEFAULTS.get(key))
-    return DEFAULTS.get(key)
-
-
 def _is_dynamic(kwargs: Mapping[str, Any]) -> bool:
     rope = kwargs.get("rope_parameters")
     return isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic"
 
 
 def _overridden(kwargs: Mapping[str, Any], *, overrides: Mapping[str, Any], has_weights: bool) -> dict[str, Any]:
-    """`kwargs` with `overrides`. null takes a setting back to its default; a rope keeps what is not named anew.
+    """Apply overrides: null takes a setting back to its default, and a rope keeps what is not named anew.
 
-    One that stretches the context of weights does so from the length they have learnt.
+    A rope that stretches the context of weights does so from the length they have learnt.
     """
     changed = {**kwargs, **overrides}
     before, rope = kwargs["rope_parameters"], overrides.get("rope_parameters")
@@ -249,7 +237,7 @@ def _revision_faults(arguments: Arguments) -> Iterator[str]:
 
 
 def _loss_notes(file: ModelFile, *, arguments: Arguments) -> Iterator[str]:
-    """Losses belong to the run; where the file names another value than the run uses, that is said."""
+    """Yield a note for each loss setting of the run that differs from the file's."""
     for key, theirs in file.losses.items():
         ours = getattr(arguments, key)
         if ours != theirs:

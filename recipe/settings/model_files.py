@@ -1,4 +1,4 @@
-"""Reads a config.json, ours or one of the stock types, as keyword arguments of our model's config.
+"""A config.json, ours or of a stock type, read as keyword arguments of our model's config.
 
 A setting that our model cannot express is an error, never dropped. Everything else that transformers writes is known
 here by name: it has no bearing on the function, or only one value that changes nothing.
@@ -127,7 +127,7 @@ APART = ("sliding_window", "layer_types", "rope_scaling")
 
 
 class ModelFile(NamedTuple):
-    """What a config.json says.
+    """The content of a config.json.
 
     model_type  its type, None where it names none and is taken for ours
     kwargs      settings of the model under our names, without those that are null
@@ -143,7 +143,7 @@ class ModelFile(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is of a type without experts."""
+        """Return whether it is of a type without experts."""
         return self.model_type in DENSE_TYPES
 
 
@@ -186,7 +186,7 @@ def read_model_file(path: Path, *, dense: bool = False, longest: object = None) 
 
 
 def with_rope_parameters(kwargs: Mapping[str, Any], *, theta: float) -> dict[str, Any]:
-    """`rope_theta`, as older files have it, as a part of `rope_parameters`; `theta` where none is named."""
+    """Put `rope_theta`, as older files have it, or else `theta` into `rope_parameters`."""
     values = dict(kwargs)
     plain = {"rope_type": "default", "rope_theta": values.pop("rope_theta", theta)}
     rope = values.get("rope_parameters", {})
@@ -196,7 +196,7 @@ def with_rope_parameters(kwargs: Mapping[str, Any], *, theta: float) -> dict[str
 
 
 def with_origin(rope: Any, *, length: object) -> Any:
-    """A rope that is stretched with the `length` that it is stretched from, where it names none.
+    """Return a stretched rope with the `length` that it is stretched from, if it names none.
 
     transformers takes max_position_embeddings then, of which another value would turn all positions otherwise.
     """
@@ -206,7 +206,7 @@ def with_origin(rope: Any, *, length: object) -> Any:
 
 
 def _with_factor(rope: Any, *, length: object) -> Any:
-    """A longrope with the factor that transformers derives from max_position_embeddings, `length`, if it names none."""
+    """Return a longrope with the factor that transformers derives from max_position_embeddings, if it names none."""
     if not isinstance(rope, Mapping) or rope.get("rope_type") != "longrope" or rope.get("factor") is not None:
         return rope
     origin = rope.get("original_max_position_embeddings")
@@ -216,7 +216,7 @@ def _with_factor(rope: Any, *, length: object) -> Any:
 
 
 def _rope_from_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_scaling` of older files, which called the type `type`, as `rope_parameters`."""
+    """Return `rope_scaling` of older files, which called the type `type`, as `rope_parameters`."""
     rest = {key: value for key, value in scaling.items() if key not in ("type", "rope_type")}
     return {"rope_type": scaling.get("rope_type", scaling.get("type", "default")), **rest}
 
@@ -228,7 +228,7 @@ def _one_value_faults(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _attention_faults(content: Mapping[str, Any], *, stock: FileType, longest: object) -> Iterator[str]:
-    """Windows that attention would see; one that the longest sequence fits into changes nothing."""
+    """Yield windows that attention would see; one that the longest sequence fits into changes nothing."""
     # A width that is not in use is written out all the same by some files.
     in_use = not stock.window_is_off or content.get("use_sliding_window")
     window = content.get("sliding_window", stock.window) if in_use else None
@@ -245,7 +245,7 @@ def _attention_faults(content: Mapping[str, Any], *, stock: FileType, longest: o
 
 
 def _name_faults(named: Mapping[str, Any], *, stock: FileType) -> Iterator[str]:
-    """Settings nobody knows, two spellings of one that differ, and those that the type does not have."""
+    """Yield settings nobody knows, two spellings of one that differ, and those that the type does not have."""
     for key, value in named.items():
         ours = stock.renamed.get(key, key)
         if ours not in RULES or ours in stock.lacks:
@@ -270,7 +270,7 @@ def _rope_faults(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_same_rope(scaling: Mapping[str, Any], rope: object) -> bool:
-    """Whether both are the same; the base of the angles, which files keep apart, may be in the second alone."""
+    """Return whether both are the same; the base of the angles, which files keep apart, may be in the second alone."""
     if not isinstance(rope, Mapping):
         return False
     theta = rope.get("rope_theta")

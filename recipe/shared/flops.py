@@ -134,7 +134,7 @@ class _LayerWeights(NamedTuple):
 
 
 def _layer_weights(sizes: ModelSizes, *, experts: int) -> _LayerWeights:
-    """Count the weights of all layers, of whose experts `experts` each."""
+    """Count the weights of all layers as if each had so many experts."""
     matrices = vectors = 0
     for is_dense, num_layers in ((True, len(sizes.dense_layers)), (False, sizes.num_moe_layers)):
         for name, shape in layer_shapes(sizes, is_dense=is_dense).items():

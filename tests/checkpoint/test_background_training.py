@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
-import torch
 
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.manifest import file_sizes
@@ -18,6 +16,7 @@ from recipe.shared.ranks import OneRank
 from tests.engine_runs import slow
 from tests.ranks import run_ranks
 from tests.saves import entries
+from tests.states import same_content
 from tests.training import Flags, read_metrics, train_on_ranks, untimed, write_ds_config, write_inputs
 
 TIMED_FILES = ("manifest.json",)  # the rank files hold the seconds of an unfinished log line, it their checksums
@@ -58,23 +57,6 @@ def train_ahead_of_the_files(rank: int, world_size: int, flags: Flags, *, steps:
         return train_on_ranks(rank, world_size, flags)
 
 
-def content(path: Path) -> Any:
-    return torch.load(path, weights_only=False) if path.suffix == ".pt" else path.read_bytes()
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Of the same build and with the same numbers, seconds aside."""
-    if isinstance(a, torch.Tensor):
-        return bool(type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a if key != "elapsed_s")
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    if hasattr(a, "__dict__"):
-        return type(a) is type(b) and equal(vars(a), vars(b))
-    return bool(np.all(a == b))
-
-
 def check_same_checkpoints(folder: Path, *, world_size: int, **changes: Any) -> Flags:
     flags = write_inputs(folder) | write_ds_config(folder, **changes) | {"save_steps": 2, "save_total_limit": 2}
     run_ranks(train_on_ranks, world_size, flags | {"output_dir": folder / "foreground" / "run"})
@@ -86,7 +68,7 @@ def check_same_checkpoints(folder: Path, *, world_size: int, **changes: Any) -> 
         assert names == file_sizes(got).keys() - set(TIMED_FILES)
         assert len(names) > 8
         for name in sorted(names):
-            assert equal(content(want / name), content(got / name)), name
+            assert same_content(want / name, got / name), name
     names = entries(folder / "run" / "checkpoints")
     assert names == ["latest", "step-4", "step-6"], "the last save was waited for, and the first one rotated away"
     return flags

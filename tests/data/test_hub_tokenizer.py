@@ -65,7 +65,7 @@ def fetch(ranks: Ranks) -> str:
 
 
 def test_one_rank_asks_the_hub_and_all_load_what_it_got(hub: Hub, tmp_path: Path) -> None:
-    path = str(write_rows(tmp_path / "a.jsonl", ["w1 w2 w3"] * 30))
+    path = write_rows(tmp_path / "a.jsonl", ["w1 w2 w3"] * 30)
 
     def run(ranks: Ranks) -> Any:
         data = prepare(tmp_path, ranks=ranks, train_file=path, tokenizer_name=NAME)

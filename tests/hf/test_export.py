@@ -262,7 +262,7 @@ def measure(rank: int, store: Path, root: Path, answers: Any) -> None:
     from transformers.initialization import no_init_weights
 
     from modeling.model import GatherMoeForCausalLM
-    from recipe.checkpoint.files import WriteNow, complete
+    from recipe.checkpoint.files import Files, complete
     from recipe.hf.weights import WeightSource, write_weights
     from recipe.shared.ranks import TorchRanks
 
@@ -282,7 +282,7 @@ def measure(rank: int, store: Path, root: Path, answers: Any) -> None:
         for number, parameter in enumerate(model.parameters()):
             parameter.data.fill_(number)
         source = WeightSource(model=model, config=config, mesh=mesh, read=lambda parameter: parameter.detach())
-        folder, sink = root / dtype, WriteNow()
+        folder, sink = root / dtype, Files()
         ranks.barrier()
         before_bytes = reset_peak()
         options = {

@@ -74,14 +74,7 @@ def load_split(
 
 
 def train_split(
-    rank: int,
-    _: int,
-    folder: Path,
-    sizes: dict[str, int],
-    implementation: str,
-    *,
-    checkpointing: bool = False,
-    **options: Any,
+    rank: int, _: int, folder: Path, sizes: Any, implementation: str, *, checkpointing: bool = False, **options: Any
 ) -> Training:
     """The same on one rank of a split model; without tensor parallelism each rank has its share of the sequences."""
     model = load_split(folder, sizes, implementation, **options)
@@ -205,19 +198,22 @@ def run_layer(call: Any, experts: Any, tokens: list[Tensor]) -> Layer:
     return Layer(out.detach(), [x.grad, weights.grad, *(p.grad for p in experts.parameters())])
 
 
-def split_layer(rank: int, world_size: int, tp: int, routing: str, name: str) -> Layer:
-    """The layer of one rank under a registered implementation."""
+def split_layer(rank: int, world_size: int, tp: int, name: str, **options: Any) -> tuple[Any, Any]:
+    """A registered implementation on one rank, and this rank's experts."""
     register_allgather()
-    experts = split_experts(stock_experts(), rank=rank, size=world_size)
-    implementation = EPImplementationInterface()[name](experts, *meshes(world_size, tp))
-    return run_layer(implementation, experts, tokens_of(rank // tp, routing))
+    experts = split_experts(stock_experts(**options), rank=rank, size=world_size)
+    return EPImplementationInterface()[name](experts, *meshes(world_size, tp)), experts
+
+
+def own_layer(rank: int, world_size: int, tp: int, routing: str) -> Layer:
+    return run_layer(*split_layer(rank, world_size, tp, "allgather"), tokens_of(rank // tp, routing))
 
 
 @pytest.mark.parametrize("routing", ["random", "all to the first rank's"])
 @pytest.mark.parametrize(("size", "tp"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])
 def test_the_layer_is_exact(size: int, tp: int, routing: str) -> None:
     """Output, and gradients of tokens, routing weights and experts; seven tokens do not divide by two or four."""
-    by_rank = run_ranks(split_layer, size, tp, routing, "allgather")
+    by_rank = run_ranks(own_layer, size, tp, routing)
     experts = stock_experts()
     layers = [run_layer(experts, experts, tokens_of(batch, routing)) for batch in range(size // tp)]
     for rank, got in enumerate(by_rank):
@@ -265,13 +261,10 @@ class StaticExperts(StaticOperators):
 
 def recorded(rank: int, world_size: int, tp: int, routing: str, name: str) -> tuple[list[Operator], list[Collective]]:
     """What one rank's layer calls with the grouped product for its experts; whatever depends on data raises."""
-    register_allgather()
-    experts = stock_experts(implementation="grouped_mm", dtype=torch.float32)
-    experts = split_experts(experts, rank=rank, size=world_size)
-    implementation = EPImplementationInterface()[name](experts, *meshes(world_size, tp))
+    layer = split_layer(rank, world_size, tp, name, implementation="grouped_mm", dtype=torch.float32)
     tokens = tokens_of(rank // tp, routing, dtype=torch.float32)
     with NoHostReads(), StaticExperts(), Operators() as seen:
-        run_layer(implementation, experts, tokens)
+        run_layer(*layer, tokens)
     return seen.called, seen.collectives
 
 
@@ -319,10 +312,7 @@ def refused(rank: int, world_size: int, function: Callable[..., Any], *args: Any
 
 
 def unequal(rank: int, world_size: int) -> None:
-    register_allgather()
-    experts = split_experts(stock_experts(), rank=rank, size=world_size)
-    implementation = EPImplementationInterface()["allgather"](experts, *meshes(world_size, 1))
-    run_layer(implementation, experts, tokens_of(rank, "random", num_tokens=7 + rank))
+    run_layer(*split_layer(rank, world_size, 1, "allgather"), tokens_of(rank, "random", num_tokens=7 + rank))
 
 
 def test_unequal_batches_are_refused() -> None:
@@ -341,14 +331,11 @@ def test_local_experts_move_to_the_front_and_the_rest_is_cut() -> None:
     assert none.weights_TS.tolist() == [[0.0, 0.0]]
 
 
-def test_a_name_that_somebody_else_took_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EPImplementationInterface, "_global_mapping", {"allgather": AllReduceEP})
-    with pytest.raises(ValueError, match=r"'allgather' is registered as transformers\..*AllReduceEP already; register"):
-        register_allgather()
-
-
-def test_registering_twice_is_registering_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registering_is_done_once_and_takes_no_name_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EPImplementationInterface, "_global_mapping", {})
     register_allgather()
     register_allgather()
     assert dict(EPImplementationInterface()) == {"allgather": AllGatherEP}
+    monkeypatch.setattr(EPImplementationInterface, "_global_mapping", {"allgather": AllReduceEP})
+    with pytest.raises(ValueError, match=r"'allgather' is registered as transformers\..*AllReduceEP already; register"):
+        register_allgather()

@@ -87,13 +87,6 @@ def test_planning_a_thousand_devices_loads_no_torch() -> None:
     assert json.loads(done.stdout)["plans"]
 
 
-def test_published_speeds_need_no_other_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        plan("--published")
-    assert ended.value.code == 0
-    assert "Mixtral 8x22B" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from recipe.profile.names import collective_op, dtype_bytes, kind_of_kernel, module_scope
+from recipe.profile.host import collective_op, dtype_bytes, kind_of_kernel, module_scope
 from recipe.profile.savings import find_savings
 from recipe.profile.spans import sent_bytes
 from recipe.profile.transfers import Route

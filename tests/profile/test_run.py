@@ -105,11 +105,7 @@ def test_steps_that_a_run_does_not_take_cannot_be_recorded() -> None:
 @pytest.mark.parametrize(
     ("first", "after_step", "words"),
     [
-        (
-            None,
-            100,
-            "nothing is recorded: --profile_steps is for steps 103 to 105 here, but the run goes on behind",
-        ),
+        (None, 100, "nothing is recorded: --profile_steps is for steps 103 to 105 here, but the run goes on behind"),
         (10, 50, "nothing is recorded: --profile_steps is for steps 10 to 12 here, but the run goes on behind"),
         (10, 10, "nothing is recorded: "),
         (None, 97, "step 100 alone of steps 100 to 102 will be recorded: the run goes on behind step 97 and ends with"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modeling.config import GatherMoeConfig
-from modeling.spec import ROPE_THETA, RULES
+from modeling.spec import RULES
 from recipe.hf.config import SpecialTokens, config_dict
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model, sizes_of
@@ -235,10 +235,6 @@ def test_settings_of_generation_are_all_known_by_name() -> None:
     from transformers import GenerationConfig
 
     assert set(GenerationConfig._get_default_generation_params()) <= {*GENERATION, *WITHOUT_EFFECT}
-
-
-def test_our_theta_is_the_one_of_our_class() -> None:
-    assert FILE_TYPES["gather_moe"].theta == ROPE_THETA
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +119,9 @@ def test_without_moe_layers_the_metrics_are_absent() -> None:
 
 def test_experts_are_counted_over_ranks_and_memory_is_the_highest() -> None:
     def rank(counts: tuple[float, ...], peak_memory_bytes: int) -> Totals:
-        return Totals(
-            loss_sum=1.0,
-            num_targets=1,
-            num_tokens=1,
-            squared_lengths=1,
-            aux_sums=(1.0,),
-            z_sums=(1.0,),
-            entropy_sums=(0.5,),
-            expert_counts=(counts,),
-            dropped=(),
-            slowest=(6.0,),
-            slowest_bound=(),
-            peak_memory_bytes=peak_memory_bytes,
-        )
+        of_layers = {"aux_sums": (1.0,), "z_sums": (1.0,), "entropy_sums": (0.5,), "slowest": (6.0,)}
+        dense = _meter_of([1.0], [1])
+        return replace(dense, **of_layers, expert_counts=(counts,), peak_memory_bytes=peak_memory_bytes)
 
     ranks = [rank((4, 0), 5), rank((4, 0), 9), rank((0, 4), 6), rank((0, 4), 7)]
     totals = combine_ranks(ranks, tp=2)

@@ -1,8 +1,10 @@
 """Published training speeds beside what the time model makes of them, for its errors to be seen.
 
+    PYTHONPATH=. python benchmarks/published.py
+
 A published system is described by sizes that this project's own layouts do not have, tensor, expert and pipeline
 parallelism of separate sizes and an exchange of tokens. The description feeds the planner's cost terms with the numbers
-of hardware_table.py, the same for every point; the planner itself never proposes such a system.
+of recipe/plan/hardware.py, the same for every point; the planner itself never proposes such a system.
 """
 
 from collections.abc import Iterator
@@ -10,18 +12,18 @@ from dataclasses import replace
 from math import comb
 from typing import NamedTuple
 
+from published_points import Description, Published, published_points
+
 from modeling.cost import MATRICES
 from modeling.execution import Execution
 from modeling.layout import ParallelLayout
-from recipe.plan.compute_time import attention_times, expert_times, head_times, router_times
+from recipe.plan.compute_time import attention_times, expert_times, head_times, num_launches, router_times
 from recipe.plan.hardware import find_hardware
 from recipe.plan.hardware_values import Hardware
-from recipe.plan.host_time import num_launches
 from recipe.plan.job import Job
-from recipe.plan.lanes import Lanes
-from recipe.plan.published_points import Description, Published, published_points
+from recipe.plan.overlap import Lanes
 from recipe.plan.rates import Rates
-from recipe.plan.sent import ring_bytes
+from recipe.plan.traffic import ring_bytes
 from recipe.plan.wire_time import Ring, call_seconds
 from recipe.shared.flops import count_parameters, model_flops_per_token
 
@@ -73,7 +75,7 @@ def describe_published() -> list[str]:
         form = "9.1%" if row.unit == "MFU" else "9,.0f"
         numbers = f"{row.published:>{form}} {row.predicted:>{form}} {row.error:>+6.0%}"
         lines.append(f"{row.name:<52} {row.unit:<13} {numbers}  {row.missing}".rstrip())
-    return [*lines, "MFU counts causal attention once; one set of constants (hardware_table.py) for all points"]
+    return [*lines, "MFU counts causal attention once; one set of constants (recipe/plan/hardware.py) for all points"]
 
 
 def described_time(what: Description) -> StepTime:
@@ -248,3 +250,7 @@ def _owned(what: Description) -> Iterator[tuple[float, int]]:
     dense = count_parameters(sizes).total - experts
     yield dense / what.tp / what.pp, what.num_gpus // what.tp // what.pp
     yield experts / what.ep / what.pp, what.num_gpus // what.ep // what.pp
+
+
+if __name__ == "__main__":
+    print(*describe_published(), sep="\n")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
-from recipe.plan.zero3_fetches import Thresholds
+from recipe.plan.zero3 import Thresholds
 from recipe.settings.presets import PRESETS
 
 

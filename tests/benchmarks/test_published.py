@@ -4,10 +4,10 @@ from dataclasses import fields, replace
 from math import isfinite
 
 import pytest
+from published import describe_published, described_time, published_table
+from published_points import DEEPSPEED_1, MEGATRON, Description, System, published_points
 
 from recipe.plan.hardware import find_hardware
-from recipe.plan.published import describe_published, described_time, published_table
-from recipe.plan.published_points import DEEPSPEED_1, MEGATRON, Description, System, published_points
 from recipe.plan.wire_time import Ring, call_seconds
 
 
