@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modeling.layout import ModelSizes
+from modeling.spec import ModelSizes
 from recipe.shared.flops import (
     count_parameters,
     find_peak,
