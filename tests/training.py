@@ -10,6 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.ranks import end_after_case, run_ranks
+from tests.saves import entries
+from tests.states import same_content
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "dog", "run", "to", "an", "old", "tree", "river")
 
