@@ -8,7 +8,7 @@ terms are counted: a peak is within 10 % of the storages that live in a real ste
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from modeling.cost import MATRICES
 from recipe.plan.job import Job
@@ -160,7 +160,8 @@ class Letters(NamedTuple):
 
     def named(self) -> "Letters":
         """Return the same with letters that know their names."""
-        return self._replace(**{letter: Term(getattr(self, letter), letter) for letter in LETTERS})
+        letters: dict[str, Any] = {letter: Term(getattr(self, letter), letter) for letter in LETTERS}
+        return self._replace(**letters)
 
 
 class Line(NamedTuple):
