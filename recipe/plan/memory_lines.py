@@ -326,7 +326,8 @@ def head_working(s: Letters) -> Lines:
     if s.extra:
         logits.append(Line("a slice's part of the head's gradient", "logits", s.v * s.D * s.b))
     lines = [
-        Line("layers' output and its gradient", "activations", 3 * s.t * s.D * s.b),
+        Line("layers' output, plain and normed", "activations", 2 * s.t * s.D * s.b),
+        Line("gradient of the head's input", "logits", s.t * s.D * s.b),
         Line("rotary tables, ids, targets", "activations", 32 * s.T),
         Line("the head's gradient in float32", "logits", 4 * s.v * s.D),
         *_fullest(logits, _sums_sent(s)),
