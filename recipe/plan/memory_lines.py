@@ -370,7 +370,8 @@ def dense_working(s: Letters) -> Lines:
     else:
         of_output.append(_gathered(s, "gradients for the dense layer"))
         joined = Line("weights in one tensor", "gradients", 2 * s.P_dense * s.b / MATRICES)
-        of_inputs += [joined, *_sums_sent(s)]
+        in_order = [Line("gradients by chunk, and in their order", "activations", 4 * s.T * s.w * s.b)]
+        of_inputs = _fullest(in_order if s.C > 1 else [], [*of_inputs, joined, *_sums_sent(s)])
         if s.regather:
             of_inputs.append(_gathered(s, "tokens for the dense layer"))
     return [_residual(s), *_fullest(of_output, of_product, of_inputs)]
