@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from modeling.layout import STRATEGIES, divisors
-from recipe.plan.hardware import Hardware
+from recipe.plan.hardware_values import Hardware
 from recipe.plan.job import ELEMENT_BYTES, Job, job_of
 from recipe.plan.space import PlanRequest, alone_faults
 from recipe.settings.arguments import parse_arguments

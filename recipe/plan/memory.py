@@ -55,7 +55,7 @@ class MemoryPlan(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """Bytes of living tensors."""
-        return sum(self[: len(KINDS)])
+        return sum(getattr(self, kind) for kind in KINDS)
 
     @property
     def total_bytes(self) -> int:

@@ -17,7 +17,7 @@ from modeling.layout import (
     divisors,
     layout_faults,
 )
-from recipe.plan.hardware import Hardware
+from recipe.plan.hardware_values import Hardware
 from recipe.plan.job import Job
 from recipe.settings.execution import COMBINE_DTYPES, TOKEN_DTYPES, WireOptions
 from recipe.settings.flags import Arguments
