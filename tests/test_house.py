@@ -12,20 +12,17 @@ MAX_LINES = 600
 
 # From the ground up; a file imports only from floors below its own. A folder stands for the files in it.
 FLOORS: list[list[str]] = [
-    ["modeling/layout.py", "modeling/placement.py", "modeling/triton_kernels.py"],
-    ["modeling/shard_table.py", "modeling/mesh.py", "modeling/config.py", "modeling/cost.py"],
-    ["modeling/resident.py", "modeling/transfers.py", "modeling/sharding.py", "modeling/noise.py"],
-    ["modeling/collectives.py", "modeling/expert_rows.py", "modeling/triton_products.py", "modeling/capacity.py"],
-    ["modeling/linear.py", "modeling/norm.py", "modeling/rope.py", "modeling/experts_call.py"],
-    ["modeling/gathered_linear.py", "modeling/expert_weights.py", "modeling/expert_copies.py", "modeling/fp8.py"],
-    ["modeling/wire.py", "modeling/experts_loop.py", "modeling/experts_grouped.py"],
-    ["modeling/attention.py", "modeling/router.py", "modeling/experts.py"],
-    ["modeling/dispatch.py", "modeling/loss.py", "modeling/balance.py", "modeling/rank_loads.py"],
-    ["modeling/moe.py", "modeling/embedding.py", "modeling/hf_keys.py", "modeling/outputs.py"],
-    ["modeling/decoder.py", "modeling/auxiliary.py"],
-    ["modeling/places.py"],
-    ["modeling/model.py", "modeling/init.py"],
-    ["modeling/build.py", "modeling/__init__.py"],
+    ["modeling/layout.py", "modeling/kernels.py"],
+    ["modeling/execution.py", "modeling/shard_table.py", "modeling/cost.py", "modeling/mesh.py", "modeling/noise.py"],
+    ["modeling/config.py", "modeling/hf_keys.py", "modeling/comm.py"],
+    ["modeling/linear.py", "modeling/norm.py", "modeling/router.py"],
+    ["modeling/experts_loop.py", "modeling/experts_grouped.py", "modeling/attention.py", "modeling/vocabulary.py"],
+    ["modeling/experts.py"],
+    ["modeling/copies.py"],
+    ["modeling/moe.py", "modeling/auxiliary.py"],
+    ["modeling/decoder.py"],
+    ["modeling/model.py"],
+    ["modeling/init.py", "modeling/__init__.py"],
     ["recipe/__init__.py"],
     ["recipe/shared"],
     ["recipe/launch"],
@@ -42,7 +39,7 @@ FLOORS: list[list[str]] = [
     ["recipe/cli.py"],
     ["run_pretrain.py"],
 ]
-STANDARD_LIBRARY_ONLY = ["modeling/layout.py", "modeling/placement.py", "modeling/shard_table.py", "modeling/cost.py"]
+STANDARD_LIBRARY_ONLY = ["modeling/layout.py", "modeling/execution.py", "modeling/shard_table.py", "modeling/cost.py"]
 WITHOUT_TORCH = [
     *("recipe/settings", "recipe/plan", "recipe/launch/hosts.py", "recipe/cli.py", "recipe/shared/flops.py"),
     *("recipe/dry_run/command.py", "recipe/profile/command.py"),

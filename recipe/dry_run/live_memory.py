@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 GATHERS = ("all_gather", "allgather")  # in the names of operators whose result holds other ranks' numbers
 # The part of a path that says what its code makes; the innermost frame that matches decides, but below the loss all is
 # the loss's.
-LOSS = "modeling/loss.py"
+LOSS = "modeling/vocabulary.py"
+EMBEDDING = "VocabularyEmbedding"  # in the same file
 KINDS_OF_CODE = (
-    ("modeling/expert_weights.py", "gathered"),
     ("modeling/", "activations"),
     ("recipe/", "buffers"),
     ("deepspeed/", "buffers"),
@@ -154,8 +154,11 @@ def _place() -> _Place:
     found = None
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.endswith(LOSS):
+        name = frame.f_code.co_qualname
+        if path.endswith(LOSS) and not name.startswith(EMBEDDING):
             return _Place("logits", f"{LOSS}:{frame.f_lineno}")
+        if found is None and name.startswith("_start_slices"):  # of experts, joined on arrival
+            found = _at(frame, "modeling/", "gathered")
         if found is None:
             found = next((_at(frame, part, kind) for part, kind in KINDS_OF_CODE if part in path), None)
         frame = frame.f_back

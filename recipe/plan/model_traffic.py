@@ -31,7 +31,7 @@ def micro_batch_traffic(job: Job) -> list[Sent]:
 
 
 def num_chunks(job: Job) -> int:
-    """In how many pieces a rank's tokens are gathered, and their sums scattered, as modeling/wire.py cuts them."""
+    """In how many pieces a rank's tokens are gathered, and their sums scattered, as modeling/comm.py cuts them."""
     if job.layout.tp == 1:
         return 1
     tokens = job.tokens_per_rank

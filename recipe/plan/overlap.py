@@ -1,6 +1,6 @@
 """Which share of a group's transfers is waited for: a layer's order of products and transfers, played through.
 
-Chunks are sent and waited for as modeling/gathered_linear.py, dispatch.py and experts.py do it.
+Chunks are sent and waited for as modeling/linear.py, moe.py and experts.py do it.
 """
 
 from collections.abc import Mapping

@@ -6,7 +6,7 @@ from recipe.plan.parameters import RankParameters
 
 
 def head_transients(s: StepSizes, held: RankParameters) -> Rows:
-    """Beside all layers' activations: with a slice's logits, or when gradients are sent (modeling/loss.py)."""
+    """Beside all layers' activations: with a slice's logits, or when gradients are sent (modeling/vocabulary.py)."""
     head, tokens = held.head or held.embedding, s.t * s.D * s.b
     stages = (_logits_stage(s, head), _scattered(s, where="the head"))
     return [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from modeling import vocabulary
+from modeling import vocabulary as vocabulary_module
 from modeling.config import GatherMoeConfig
 from modeling.mesh import one_rank_mesh
 from tests.engine_runs import (
@@ -130,7 +130,7 @@ def _empty_step(
     batch = random_batch()
     batch.labels.fill_(-100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(vocabulary_module, "CHUNK_BYTES", chunk_bytes)
         engine = start(config, state, case, training=training)
         sums = accumulate(engine, batch, case)
         gradients = gradient_shards(engine)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from modeling import vocabulary as vocabulary_module
 from modeling.comm import Chunks
 from modeling.layout import LayoutRequest, ParallelLayout, check_layout
 from modeling.mesh import build_mesh
@@ -144,7 +145,7 @@ def _vocabulary_gradients(rank: int, world_size: int, chunk_bytes: int) -> bool:
     part = weight_VD.chunk(world_size)[rank]
     vocabulary = Vocabulary(rank * 5, 5, dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(vocabulary_module, "CHUNK_BYTES", chunk_bytes)
         for x_TD in (torch.eye(6), torch.randn(6, 6, generator=generator)):
             whole_TD, whole_VD = x_TD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
             logits_TV = whole_TD @ whole_VD.t()
