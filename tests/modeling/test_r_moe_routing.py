@@ -26,6 +26,7 @@ from tests.engine_runs import (
     make_mesh,
     model_with,
     random_batch,
+    slow,
     start,
 )
 from tests.parity import Case, full_state, tiny_config
@@ -153,10 +154,20 @@ def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Ca
     return checked
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_r_moe_10_a_bf16_engine_routes_in_float32(stage: int) -> None:
-    config, case = tiny_config(), Case(tp=2, ep=2, stage=stage, bf16=True)
+WEIGHTS, ROWS = Execution(strategy="gather_weights"), Execution(strategy="all_to_all")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(slow(Case(tp=2, ep=2, stage=stage)) for stage in (1, 2, 3)),
+        Case(tp=2, ep=1, stage=2, execution=WEIGHTS),
+        Case(tp=2, ep=2, stage=2, execution=ROWS),
+    ],
+    ids=str,
+)
+def test_r_moe_10_a_bf16_engine_routes_in_float32(case: Case) -> None:
+    config, case = tiny_config(), case._replace(bf16=True)
     assert run_ranks(_check_routers, 2, config, full_state(config), case) == [2, 2]
 
 
@@ -213,7 +224,15 @@ def _padded_pass(rank: int, world_size: int, config: Any, state: Any, case: Case
 
 
 @pytest.mark.parametrize(
-    "case", [Case(tp=2, ep=2, stage=2), Case(tp=2, ep=1), Case(dp=2, tp=2, ep=2, stage=1)], ids=str
+    "case",
+    [
+        *(Case(tp=2, ep=2, stage=2), Case(tp=2, ep=1), Case(dp=2, tp=2, ep=2, stage=1)),
+        Case(tp=2, ep=1, stage=2, execution=WEIGHTS),
+        Case(tp=2, ep=2, stage=3, execution=ROWS),
+        slow(Case(dp=2, tp=2, ep=1, stage=1, execution=WEIGHTS)),
+        slow(Case(dp=2, tp=2, ep=2, execution=ROWS)),
+    ],
+    ids=str,
 )
 def test_r_moe_11_padding_is_not_routed_on_several_ranks(case: Case) -> None:
     config = tiny_config(router_aux_loss_coef=0.1, router_z_loss_coef=0.01)

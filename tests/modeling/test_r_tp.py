@@ -6,16 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from modeling import vocabulary as vocabulary_module
-from modeling.comm import Chunks
 from modeling.layout import LayoutRequest, ParallelLayout, check_layout
 from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
-from modeling.vocabulary import Vocabulary, vocab_parallel_losses
 from tests.engine_runs import (
     Training,
     accumulate,
@@ -135,47 +130,6 @@ def test_r_tp_02_clipping_scales_what_the_optimizer_uses(stage: int, norm: float
     assert got_norm == pytest.approx(used_norm, abs=1e-4)
     share = factor * used_norm / norm
     assert_all_match(used, {name: gradient * share for name, gradient in unscaled.gradients.items()})
-
-
-def _vocabulary_gradients(rank: int, world_size: int, chunk_bytes: int) -> bool:
-    """Two targets in each half of ten tokens, two ignored. With x the identity, dW is d loss/d logits transposed."""
-    generator = torch.Generator().manual_seed(2)
-    targets_T = torch.tensor([1, 7, -100, 4, 9, -100])
-    weight_VD = torch.randn(10, 6, generator=generator)
-    part = weight_VD.chunk(world_size)[rank]
-    vocabulary = Vocabulary(rank * 5, 5, dist.group.WORLD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary_module, "CHUNK_BYTES", chunk_bytes)
-        for x_TD in (torch.eye(6), torch.randn(6, 6, generator=generator)):
-            whole_TD, whole_VD = x_TD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
-            logits_TV = whole_TD @ whole_VD.t()
-            logits_TV.retain_grad()
-            want = F.cross_entropy(logits_TV, targets_T, ignore_index=-100, reduction="sum")
-            want.backward()
-            x_tD = x_TD.chunk(world_size)[rank].clone().requires_grad_()
-            weight_vD = part.clone().requires_grad_()
-            chunks = Chunks(len(x_tD), dist.group.WORLD)
-            got = vocab_parallel_losses(x_tD, weight_vD, targets_T, vocabulary=vocabulary, chunks=chunks)
-            got.total.backward()
-            assert x_tD.grad is not None
-            assert weight_vD.grad is not None
-            torch.testing.assert_close(got.nll, want.detach(), atol=1e-5, rtol=0)
-            torch.testing.assert_close(x_tD.grad, whole_TD.grad.chunk(world_size)[rank], atol=1e-5, rtol=0)
-            torch.testing.assert_close(weight_vD.grad, whole_VD.grad.chunk(world_size)[rank], atol=1e-5, rtol=0)
-            if torch.equal(x_TD, torch.eye(6)):
-                logits_grad_Tv = weight_vD.grad.t()
-                want_grad_Tv = logits_TV.grad.chunk(world_size, dim=1)[rank]
-                torch.testing.assert_close(logits_grad_Tv, want_grad_Tv, atol=1e-5, rtol=0)
-                assert not logits_grad_Tv[[2, 5]].any(), "an ignored position has exactly no gradient"
-                assert logits_grad_Tv[[0, 1, 3, 4]].abs().amin() > 1e-3, "every other has one on every rank"
-            ignored = [i for i in (2, 5) if i // 3 == rank]
-            assert not x_tD.grad[[i % 3 for i in ignored]].any()
-    return True
-
-
-@pytest.mark.parametrize("chunk_bytes", [2**24, 40])
-def test_r_tp_03_vocabulary_parallel_gradients_match_one_rank(chunk_bytes: int) -> None:
-    assert run_ranks(_vocabulary_gradients, 2, chunk_bytes) == [True, True]
 
 
 LAYOUTS = [Case(), Case(tp=2, ep=2), Case(tp=4, ep=4), Case(dp=2), Case(dp=2, tp=2, ep=2)]
