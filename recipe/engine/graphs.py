@@ -175,7 +175,8 @@ class GraphedBlock:
         if recording.addresses != self._addresses():
             raise RuntimeError(
                 f"the weights of layer {self._block.self_attn.layer_idx} were moved in memory after their graphs had "
-                "been captured, which would go on reading the old addresses; install graphs after whatever moves weights"
+                "been captured, which would go on reading the old addresses; install graphs after whatever moves "
+                "weights"
             )
         return recording
 
