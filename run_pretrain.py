@@ -3,40 +3,31 @@
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipe.launch.start import (
-    check_world_size,
-    local_rank_from,
-    rank_from,
-    read_world,
-    start_ranks,
-    stop_ranks,
-)
-from recipe.launch.stop import STOPPED
+from recipe.launch.start import check_world_size, local_rank_from, rank_from, read_world, start_ranks, stop_ranks
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
-from recipe.shared.errors import CheckpointError
+from recipe.shared.errors import COMPLETE, STOPPED, USER_ERROR, RanksFailedError, RunError
 
 if TYPE_CHECKING:
-    from recipe.train.loop import TrainingLoop
+    from recipe.train.loop import TrainingLoop, TrainResults
     from recipe.train.prepare import Request
-    from recipe.train.results import TrainResults
 
-USER_ERROR = 2  # exit code of a mistake in the settings; those of checkpoints are in recipe/shared/errors.py
 GRACE_S = 15.0
 
 Say = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code. What the user can mend ends in one message, everything else in a traceback."""
-    from recipe.hf.upload import push_to_hub
-    from recipe.launch.rendezvous import RendezvousError
-    from recipe.launch.shared_memory import SharedMemoryError
+    """Run the whole training and return the exit code, one of recipe/shared/errors.py.
+
+    What the user can mend ends in one message, everything else in a traceback.
+    """
     from recipe.settings.model_source import HubError
 
     rank = rank_from(os.environ)
@@ -53,24 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             join_ranks(request, say)
             loop = prepare(request, stack, say)
-        except (ValueError, ImportError, CheckpointError, RendezvousError, SharedMemoryError) as error:
+        except (ValueError, ImportError, RunError) as error:
             return fail(error, rank=rank)
         try:
             results = loop.train()
             if rank == 0:
                 report(results, loop)
-            if loop.run.repository is not None and results.hf_folder is not None and not results.stopped:
-                ranks = loop.run.ranks
-                push_to_hub(loop.run.repository, folder=results.hf_folder, step=results.steps, ranks=ranks, say=say)
-        except CheckpointError as error:
+            upload(results, loop, say)
+        except RunError as error:
             return fail(error, rank=rank)
         # The launcher ends all ranks as soon as one has ended.
         loop.run.ranks.barrier()
-    return STOPPED if results.stopped else 0
+    return STOPPED if results.stopped else COMPLETE
 
 
 def read_request(argv: Sequence[str] | None) -> "Request":
-    """Everything the user said, settled: flags, DeepSpeed JSON, model, and the ranks that were started."""
+    """Settle what the user said: flags, DeepSpeed JSON and model, for the ranks that were started."""
     arguments = parse_arguments(argv)
     world = read_world(os.environ)
     check_world_size(world, expected=arguments.expect_world_size)
@@ -91,17 +80,17 @@ def join_ranks(request: "Request", say: Say) -> None:
 
 
 def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
-    """Claim the output folder, find the checkpoint, make data, model and engine. The ranks have met."""
+    """Claim the output folder, find the checkpoint, make data, model and engine, open training. The ranks have met."""
     import torch.distributed as dist
 
     from modeling.mesh import build_mesh
     from recipe.checkpoint.find import find_checkpoint
     from recipe.checkpoint.run_folder import claim_run_folder
+    from recipe.shared.json_files import write_json
     from recipe.shared.ranks import TorchRanks
     from recipe.train.disk_room import check_disk_room
-    from recipe.train.loop import TrainingLoop
+    from recipe.train.loop import open_training
     from recipe.train.prepare import prepare_engine, prepare_run
-    from recipe.train.records import write_json
     from recipe.train.run import describe_run
 
     arguments, settings = request.arguments, request.settings
@@ -120,40 +109,50 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     folder.discard_old_run(ranks=ranks, say=say)  # not before the new one is known to start
     if ranks.rank == 0:
         write_json(output_dir / "run.json", describe_run(run))
-    return TrainingLoop(run, engine, checkpoint=checkpoint, checkpoint_size=size)
+    return open_training(run, engine, checkpoint=checkpoint, checkpoint_size=size)
 
 
 def report(results: "TrainResults", loop: "TrainingLoop") -> None:
-    """The last lines: how good the model is, against what, and the one line that opens it."""
+    """Write train_results.json and print how good the model is, against what, and the one line that opens it."""
     from recipe.hf.export import opening_code
-    from recipe.train.records import write_json
-    from recipe.train.results import results_dict
+    from recipe.shared.json_files import write_json
+    from recipe.train.loop import results_dict
 
     run = loop.run
     write_json(run.folder.path / "train_results.json", results_dict(results, run))
-    entropy = run.data.report["unigram_entropy_nats"]
     if results.evaluation is not None and results.evaluation.eval_loss is not None:
         print_line(
             f"final eval loss {results.evaluation.eval_loss:.4f} nats per token; "
-            f"guessing by token frequency alone: {entropy:.4f}"
+            f"guessing by token frequency alone: {run.data.report['unigram_entropy_nats']:.4f}"
         )
-    if results.stopped:
-        kept = "nothing was saved, as --save_strategy no asks"
-        if results.checkpoint is not None:
-            kept = f"{results.checkpoint} is of step {results.steps}; go on with --resume_from_checkpoint auto"
-        print_line(kept)
-        return
-    if results.hf_folder is not None:
+    if results.stopped and results.checkpoint is None:
+        print_line("nothing was saved, as --save_strategy no asks")
+    elif results.stopped:
+        print_line(f"{results.checkpoint} is of step {results.steps}; go on with --resume_from_checkpoint auto")
+    elif results.hf_folder is not None:
         print_line("open it with:")
         code = f"from transformers import AutoModelForCausalLM; print({opening_code(results.hf_folder)})"
         print_line(f'python -c "{code}"')
 
 
-def fail(error: Exception, *, rank: int, only_first: bool = False) -> int:
-    """Print a mistake once; a rank other than the first says in one line that it ends, too.
+def upload(results: "TrainResults", loop: "TrainingLoop", say: Say) -> None:
+    """Push the trained weights to the hub where --push_to_hub asks for it. Collective."""
+    from recipe.hf.hub import push_to_hub
 
-    The launcher ends all ranks as soon as one has ended, so the others give the first one time to speak.
+    run = loop.run
+    if run.repository is not None and results.hf_folder is not None and not results.stopped:
+        push_to_hub(run.repository, folder=results.hf_folder, step=results.steps, ranks=run.ranks, say=say)
+
+
+def fail(error: Exception, *, rank: int, only_first: bool = False) -> int:
+    """Print a mistake once and return its exit code; a rank other than the first says in one line that it ends, too.
+
+    Where an exception that nobody expected made some ranks fail, those print its traceback. The launcher ends all ranks
+    as soon as one has ended, so the others give the first one time to speak.
     """
+    cause = error.__cause__
+    if isinstance(error, RanksFailedError) and cause is not None and not isinstance(cause, OSError):
+        traceback.print_exception(cause)
     if rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
@@ -164,7 +163,7 @@ def fail(error: Exception, *, rank: int, only_first: bool = False) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a message; with the second, where that is the first of a list."""
+    """Return the first line of a message; with the second, where that is the first of a list."""
     first, *rest = (str(error) or type(error).__name__).splitlines()
     return f"{first} {rest[0].strip().removeprefix('- ')}" if first.endswith(":") and rest else first
 

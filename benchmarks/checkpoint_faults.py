@@ -27,8 +27,8 @@ import psutil
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.folders import LATEST, list_checkpoints, step_in_name
 from recipe.checkpoint.manifest import MANIFEST_NAME
-from recipe.launch.stop import STOPPED
 from recipe.shared import errors
+from recipe.shared.errors import STOPPED
 from recipe.shared.ranks import OneRank
 
 ROOT = Path(__file__).parent.parent

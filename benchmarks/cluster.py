@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from recipe.launch.wait import wait_for_all
+from recipe.launch.processes import wait_for_exits
 
 STAYING = "gmoe"  # prefix of a cluster made by `up`
 PASSING = "gmoe-run"  # prefix, with the process id behind it, of one made by `run`
@@ -140,7 +140,7 @@ def run(cluster: Cluster | None, command: Sequence[str], *, num_ranks: int) -> i
             pin = ["taskset", "-c", str(cores[rank % len(cores)])]
             variables = os.environ | _variables(rank, num_ranks, on_loopback=cluster is None)
             processes.append(subprocess.Popen([*inside, *pin, *command], env=variables, start_new_session=True))
-        return wait_for_all(processes)
+        return wait_for_exits(processes)
     finally:
         for process in processes:
             if process.poll() is None:

@@ -225,7 +225,7 @@ def start(case: Case, *, num_steps: int, tiny: bool) -> Any:
     from modeling.init import build_model
     from modeling.mesh import build_mesh
     from recipe.data.batches import MicroBatch
-    from recipe.dry_run.model_trace import config_of, execution_of
+    from recipe.dry_run.fake_world import config_of, execution_of
     from recipe.engine.engine import Engine, build_optimizer
     from recipe.train.prepare import quieten_libraries
 

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 from .comm import total_over_group
 from .config import GatherMoeConfig
 from .copies import ExpertsWithCopies, largest_loads, least_loads
+from .execution import scope
 from .mesh import ParallelMesh
 from .router import RouterStatistics, expert_capacity
 
@@ -161,6 +162,7 @@ def total_statistics(statistics: list[RouterStatistics], group: ProcessGroup | N
     ]
 
 
+@scope("statistics")
 def counts_so_far(counts_LE: Tensor, *, earlier_LE: Tensor | None, mesh: ParallelMesh) -> Tensor:
     """Choices of each expert [L, E] float64 in the batch so far: this call's of every group, and the earlier calls'.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .cost import chunk_bound, settle_num_chunks
-from .execution import Execution
+from .execution import Execution, scope
 
 Result = TypeVar("Result")
 Changed = TypeVar("Changed")
@@ -118,6 +118,7 @@ class GatheredRouting(NamedTuple):
     weights_TA: Tensor
 
 
+@scope("routing")
 def start_routing(ids_tA: Tensor, weights_tA: Tensor, group: ProcessGroup) -> Transfer[GatheredRouting]:
     """Start to gather ids and weights in one collective of bytes: 2 per id, 4 (8 for float64) per weight.
 
@@ -387,39 +388,46 @@ class _GatherTokens(torch.autograd.Function):
 
 class _ScatterTokens(torch.autograd.Function):
     @staticmethod
+    @scope("embedding")
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return reduce_scatter_rows(x, group)
 
     @staticmethod
+    @scope("embedding")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather_rows(grad, ctx.group), None
 
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
+    @scope("experts")
     def forward(ctx: Any, x: Tensor, splits: RowSplits, group: ProcessGroup) -> Tensor:
         ctx.splits, ctx.group = splits, group
         return all_to_all_rows(x, splits, group)
 
     @staticmethod
+    @scope("experts")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_to_all_rows(grad, ctx.splits.turned(), ctx.group), None, None
 
 
 class _SumOverGroup(torch.autograd.Function):
     @staticmethod
+    @scope("qk_norm")
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _all_reduce(x, group)
 
     @staticmethod
+    @scope("qk_norm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(grad, ctx.group), None
 
 
 class _TotalOverGroup(torch.autograd.Function):
     @staticmethod
+    @scope("statistics")
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         return _all_reduce(x, group)
 
@@ -436,6 +444,7 @@ class _SumGradients(torch.autograd.Function):
         return tuple((wide(p) if upcast else p).view_as(p) for p in parameters)
 
     @staticmethod
+    @scope("replicated")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([g.flatten() for g in grads])
         dist.all_reduce(flat, group=ctx.group)
@@ -453,5 +462,6 @@ class _GatherRouting(torch.autograd.Function):
         return ids_TA, weights_TA
 
     @staticmethod
+    @scope("routing")
     def backward(ctx: Any, _: Tensor, grad_TA: Tensor) -> tuple[None, Tensor, None]:
         return None, reduce_scatter_rows(grad_TA, ctx.group), None

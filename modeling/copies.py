@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from .comm import RowSplits, all_to_all_rows, wide
 from .config import GatherMoeConfig
-from .execution import Execution, check_copies, resident_faults
+from .execution import Execution, check_copies, resident_faults, scope
 from .experts import GatherMoeExperts
 from .linear import autocast_inputs
 from .mesh import ParallelMesh
@@ -66,6 +66,7 @@ class ExpertsWithCopies(GatherMoeExperts):
         return own_P[:, None].expand(-1, self.num_slots)
 
     @torch.no_grad()
+    @scope("copies")
     def fill(self, copies: Sequence[Sequence[int]]) -> None:
         """Get the weights of the experts that `copies` says for the slots here, and give those that others need.
 
@@ -130,6 +131,7 @@ class HeldCopies(NamedTuple):
         here = holders.rank_TA == self.mesh.ep_rank
         return torch.where(here, holders.local_TA, num_experts // num_ranks + num_copies)
 
+    @scope("copies")
     def add_home(self, gradients: Sequence[Tensor], *, of_copies: Sequence[Tensor]) -> None:
         """Send the gradients of the copies home and add, in place, what comes home to those of the experts here.
 

@@ -27,7 +27,7 @@ from .comm import (
     tokens_to_keep,
 )
 from .config import GatherMoeConfig
-from .execution import Execution
+from .execution import Execution, scope
 from .experts_grouped import GroupedExperts, grouped_backend
 from .experts_loop import LoopExperts
 from .linear import autocast_inputs
@@ -112,6 +112,7 @@ class GatherMoeExperts(nn.Module):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
+    @scope("experts")
     def forward(
         ctx: Any,
         experts: GatherMoeExperts,
@@ -134,6 +135,7 @@ class _Experts(torch.autograd.Function):
         return scatter.finish().to(x_tD.dtype)
 
     @staticmethod
+    @scope("experts")
     def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor | None, ...]:
         experts: GatherMoeExperts = ctx.experts
         chunks: Chunks = ctx.chunks
@@ -156,6 +158,7 @@ class _Experts(torch.autograd.Function):
         return None, None, scatter.finish(), None, routing.finish(), None, *grad_stacks
 
 
+@scope("routing")
 def _scatter_routing_gradient(grad_TA: Tensor, chunks: Chunks) -> ScatterInChunks:
     """Send the routing weights' gradients [T, A] in chunk order to the ranks that routed, in one piece."""
     whole = Chunks(chunks.num_tokens, chunks.group, overlap=chunks.overlap)
@@ -198,12 +201,15 @@ class _WholeExperts(torch.autograd.Function):
         return None, None, None, grad_x_tD, None, grad_weights_tA, *(part.finish()[0] for part in home)
 
 
+@scope("experts")
 def _start_slices(stacks: Sequence[Tensor], group: ProcessGroup) -> list[Transfer[Tensor]]:
     """Start to gather all ranks' slices of all experts: F/N rows of gate, of up, and columns of down from each."""
 
+    @scope("gathered")
     def join_gate_up(slices: Tensor) -> Tensor:  # [N, E, 2f, D] -> [E, 2F, D]
         return slices.unflatten(2, (2, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(1, 2)
 
+    @scope("gathered")
     def join_down(slices: Tensor) -> Tensor:  # [N, E, D, f] -> [E, D, F]
         return slices.permute(1, 2, 0, 3).flatten(2, 3)
 
@@ -214,6 +220,7 @@ def _start_slices(stacks: Sequence[Tensor], group: ProcessGroup) -> list[Transfe
     ]
 
 
+@scope("experts")
 def _start_slices_home(gradients: Sequence[Tensor], group: ProcessGroup) -> list[Transfer[Tensor]]:
     """Start to sum whole gradients [E, 2F, D] and [E, D, F] over the ranks, each of which gets its slices."""
     grad_gate_up, grad_down = gradients

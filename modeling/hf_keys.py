@@ -1,11 +1,9 @@
 """How our parameter names and shapes translate to the files other programs read: one tensor per expert matrix."""
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
-
-STOCK_TYPES = ("mixtral", "qwen3_moe", "olmoe")
 
 
 class FileTensor(NamedTuple):
@@ -48,22 +46,6 @@ def file_tensors(name: str, *, num_experts: int, model_type: str) -> list[FileTe
             return [FileTensor(down.format(e), e) for e in experts]
         return [FileTensor(n.format(e), e, half) for e in experts for half, n in enumerate((gate, up))]
     return [FileTensor(_rename(name, model_type))]
-
-
-def stock_type(config: Any) -> str:
-    """The stock model type that says everything `config` says, or "gather_moe" where none does."""
-    dense = bool(config.dense_layers)
-    plain_heads = config.head_dim * config.num_attention_heads == config.hidden_size
-    plain_routing = config.score_function == "softmax" and config.routed_scaling_factor == 1 and not config.router_bias
-    if config.num_experts == 0 or not plain_routing:
-        return "gather_moe"
-    if config.qk_norm == "none" and config.norm_topk_prob and not dense and config.clip_qkv is None:
-        return "mixtral"
-    if config.qk_norm == "head" and config.clip_qkv is None:
-        return "qwen3_moe"
-    if config.qk_norm == "full" and not dense and plain_heads:
-        return "olmoe"
-    return "gather_moe"
 
 
 def _rename(name: str, model_type: str) -> str:

@@ -10,29 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import gcd
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSizes:
-    """The numbers of a model that a layout depends on. All are counts of the whole model, not of a shard."""
-
-    vocab_size: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    intermediate_size: int  # width of the dense feed-forward layers; 0 where there are none
-    max_position_embeddings: int
-    num_hidden_layers: int
-    dense_layers: tuple[int, ...] = ()
-    qk_norm: str = "head"
-    tie_word_embeddings: bool = False
-
-    @property
-    def num_moe_layers(self) -> int:
-        return self.num_hidden_layers - len(self.dense_layers)
+from .spec import ModelSizes as ModelSizes
+from .spec import experts_per_token_faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +172,7 @@ def _attention_faults(request: LayoutRequest) -> Iterator[str]:
 
 def _expert_faults(request: LayoutRequest) -> Iterator[str]:
     sizes, layout = request.sizes, request.layout
-    if sizes.num_experts and not 1 <= sizes.num_experts_per_tok <= sizes.num_experts:
-        yield (
-            f"num_experts_per_tok={sizes.num_experts_per_tok} must lie between 1 and num_experts={sizes.num_experts}"
-        )
+    yield from experts_per_token_faults(num_experts=sizes.num_experts, num_experts_per_tok=sizes.num_experts_per_tok)
     if not sizes.num_moe_layers:
         return
     if layout.tp % layout.ep:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .comm import Chunks, GatherInChunks, ScatterInChunks, tokens_again, tokens_to_keep
+from .execution import scope
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -98,6 +99,7 @@ def linear_scatter(y_TI: Tensor, weight: Tensor, *, chunks: Chunks) -> Tensor:
 
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
+    @scope("attention")
     def forward(ctx: Any, chunks: Chunks, x_tD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         gather = GatherInChunks(x_tD, chunks)
         weight_OD = torch.cat(weights)
@@ -109,6 +111,7 @@ class _GatherLinear(torch.autograd.Function):
         return chunks.to_token_order(out_TO).split([w.shape[0] for w in weights], dim=1)
 
     @staticmethod
+    @scope("attention")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         chunks: Chunks = ctx.chunks
         _, _, *weights_need_gradients = ctx.needs_input_grad
@@ -129,6 +132,7 @@ class _GatherLinear(torch.autograd.Function):
 
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
+    @scope("attention")
     def forward(ctx: Any, chunks: Chunks, y_TI: Tensor, weight_OI: Tensor) -> Tensor:
         scatter = ScatterInChunks(y_TI.new_empty(chunks.num_tokens, weight_OI.shape[0]), chunks)
         for k in range(chunks.num_chunks):
@@ -138,6 +142,7 @@ class _LinearScatter(torch.autograd.Function):
         return scatter.finish()
 
     @staticmethod
+    @scope("attention")
     def backward(ctx: Any, grad_tO: Tensor) -> tuple[None, Tensor, Tensor | None]:
         chunks: Chunks = ctx.chunks
         y_TI, weight_OI = ctx.saved_tensors

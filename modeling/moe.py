@@ -20,7 +20,7 @@ from .comm import RowSplits, all_to_all_rows, cut_in_chunks, exchange_rows, star
 from .config import GatherMoeConfig
 from .copies import ExpertsWithCopies
 from .cost import MoeTraffic, choose_strategy
-from .execution import Execution
+from .execution import Execution, scope
 from .experts import GatherMoeExperts
 from .linear import Linear, autocast_inputs, check_plain, gather_linear, linear_scatter, plain_weight
 from .mesh import ParallelMesh
@@ -78,10 +78,12 @@ def gather_tokens(
     The router works while the first tokens travel, and its choice goes before the others.
     """
     [sent_tD] = autocast_inputs(x_tD)
-    tokens = start_tokens(sent_tD, cut_in_chunks(sent_tD, group, block.execution), fp8=block.experts.fp8_tokens)
+    with scope("experts"):
+        tokens = start_tokens(sent_tD, cut_in_chunks(sent_tD, group, block.execution), fp8=block.experts.fp8_tokens)
     routing = block.gate(x_tD, **router_inputs)
     choices = start_routing(routing.expert_ids_tA, routing.weights_tA, group)
-    tokens.start_rest()
+    with scope("experts"):
+        tokens.start_rest()
     ids_TA, weights_TA = choices.finish()
     out_tD = block.experts(sent_tD, ids_TA, routing.weights_tA, tokens=tokens, weights_TA=weights_TA)
     return MoeOutput(out_tD, routing)
@@ -119,7 +121,8 @@ def all_to_all(
     counts = torch.searchsorted(owner, torch.arange(size + 1, device=ids.device), right=False).diff()
     splits = agree_on_splits(counts, group)
     order = order[: sum(splits.send)]
-    sent_ids = all_to_all_rows(ids[order], splits, group)
+    with scope("routing"):
+        sent_ids = all_to_all_rows(ids[order], splits, group)
     rows_RD = exchange_rows(x_tD[order // num_active], splits, group)
     ones_R1 = torch.ones(rows_RD.shape[0], 1, dtype=routing.weights_tA.dtype, device=rows_RD.device)
     y_RD = block.experts(rows_RD, sent_ids[:, None], ones_R1)
@@ -129,6 +132,7 @@ def all_to_all(
     return MoeOutput(out_tD.to(x_tD.dtype), routing)
 
 
+@scope("routing")
 def agree_on_splits(counts: Tensor, group: ProcessGroup) -> RowSplits:
     """Tell every rank how many rows it will get: counts [N] int64 of the rows that go to each."""
     one_each = [1] * len(counts)

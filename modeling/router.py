@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from .comm import all_gather_rows, wide
 from .config import GatherMoeConfig
+from .execution import scope
 from .mesh import ParallelMesh
 from .noise import jitter
 
@@ -204,6 +205,7 @@ def kept_choices(ids_tA: Tensor, *, num_experts: int, capacity: int, group: Proc
     return torch.empty_like(kept).scatter_(0, order, kept).view(num_active, num_tokens).t()
 
 
+@scope("capacity")
 def _taken_before(counts_AE: Tensor, group: ProcessGroup | None) -> Tensor:
     """How many of each expert's places are taken before this rank's tokens of each choice: [A, E] int64."""
     if group is None:

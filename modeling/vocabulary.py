@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from .comm import Chunks, GatherInChunks, ScatterInChunks, wide
 from .cost import HEAD_CHUNK_BYTES, head_rows
+from .execution import scope
 from .linear import autocast_inputs, linear
 from .mesh import ParallelMesh
 
@@ -132,6 +133,7 @@ def shifted(labels: Tensor) -> Tensor:
 
 class _VocabParallelLosses(torch.autograd.Function):
     @staticmethod
+    @scope("head")
     def forward(
         ctx: Any,
         x_tD: Tensor,
@@ -167,6 +169,7 @@ class _VocabParallelLosses(torch.autograd.Function):
         return nll + z_coef * z, nll, z
 
     @staticmethod
+    @scope("head")
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_tD, grad_weight_vD = ctx.saved_tensors
         grad_x_tD = grad_x_tD * grad.to(grad_x_tD.dtype)

@@ -15,15 +15,19 @@ os.environ.pop("LOCAL_SIZE", None)
 
 import pytest
 
+from tests.launching import own_caches
 from tests.ranks import end_pools, with_libraries
+
+os.environ.update(own_caches())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("left_out", "markers whose tests run only where -m names them", type="args")
+    parser.addoption("--requirement", metavar="ID", help="only the tests of one requirement, such as R-FT-02")
 
 
 def _left_out(config: pytest.Config) -> list[str]:
-    """The markers that this call leaves out. An -m of the user's would replace one in addopts, hence not there."""
+    """Return the markers this call leaves out. An -m of the user's would replace one in addopts, hence not there."""
     return [marker for marker in config.getini("left_out") if marker not in config.getoption("markexpr")]
 
 
@@ -32,18 +36,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    markers = _left_out(config)
-    dropped = [item for item in items if any(item.get_closest_marker(marker) for marker in markers)]
+    markers, requirement = _left_out(config), config.getoption("--requirement")
+
+    def is_wanted(item: pytest.Item) -> bool:
+        ids = {name for marker in item.iter_markers("requirement") for name in marker.args}
+        return not any(map(item.get_closest_marker, markers)) and (requirement is None or requirement in ids)
+
+    dropped = [item for item in items if not is_wanted(item)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in dropped]
+        items[:] = [item for item in items if is_wanted(item)]
 
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of an exported tiny model by its type, a key of CONFIGS; written once, not to be changed."""
-    from tests.hf.test_r_ckpt import run_export
-    from tests.parity import Case
+    from tests.engine_runs import Case
+    from tests.exports import run_export
 
     @functools.cache
     def folder(name: str) -> Path:

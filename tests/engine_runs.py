@@ -1,145 +1,182 @@
-"""Trains on batches that a test makes up: on ranks under the engine, or in one plain process to hold it against."""
+"""Runs of the engine on made-up batches: one frozen case describes a run, as many ranks as it has train it.
 
-from collections.abc import Callable
-from pathlib import Path
+What comes back are curves and whole tensors, of the same type as the referee's.
+"""
+
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from modeling.config import GatherMoeConfig
 from modeling.execution import Execution
 from modeling.init import build_model, cut, join, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh
-from tests.parity import Case, referee_model
 from tests.ranks import run_ranks
+from tests.referee import (
+    CLIPPED,
+    NUM_SEQUENCES,
+    PLAIN,
+    Batch,
+    Curves,
+    Outcome,
+    Tensors,
+    Training,
+    global_batch,
+    plain_optimizer,
+)
 
-Tensors = dict[str, Tensor]  # by parameter name
-ONE_RUN_S = 60  # no run may hang; reaching this is a failure
+ONE_RUN_S = 90  # no run may hang; reaching this is a failure
 
 
 def slow(*values: Any) -> Any:
-    """Parameters of a test that is left out of the fast part; others that stay in it meet the same code."""
+    """Mark parameters that are left out of the fast part; others of the test stay in it and meet the same code."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-class Batch(NamedTuple):
-    """A global batch: ids and labels [sequences, positions], each sequence one document; mask is False for padding."""
+class Case(NamedTuple):
+    """One training set-up. `packed` sequences of `global_batch` hold several documents."""
 
-    ids: Tensor
-    labels: Tensor
-    mask: Tensor | None = None
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+    stage: int = 0
+    accumulation: int = 1
+    checkpointing: bool = False
+    bf16: bool = False
+    packed: bool = True
+    execution: Execution = Execution()
 
+    def __str__(self) -> str:
+        """Name what differs from the defaults."""
+        changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return " ".join(f"{name}={value}" for name, value in changed.items()) or "one rank"
 
-class Training(NamedTuple):
-    """How to train. `adam_eps=None` is plain SGD, whose steps do not blow rounding up; otherwise AdamW."""
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.tp
 
-    learning_rate: float = 1e-3
-    adam_eps: float | None = 1e-6
-    weight_decay: float = 0.1
-    max_grad_norm: float = 0.0
-    num_steps: int = 1
-    balance_coef: float = 0.0
-    z_coef: float = 0.0
-    zero: dict[str, Any] = {}  # noqa: RUF012
-
-
-PLAIN = Training()
-
-
-class Curves(NamedTuple):
-    """Per step: mean cross-entropy, balance loss and z-loss without their coefficients, norm before clipping."""
-
-    losses: list[float]
-    balance: list[float]
-    z: list[float]
-    norms: list[float]
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(dp=self.dp, tp=self.tp, ep=self.ep)
 
 
-class Outcome(NamedTuple):
-    """Curves, and whole tensors by name: gradients of the first step, weights after the last one."""
-
-    curves: Curves
-    gradients: Tensors
-    weights: Tensors
+def three_steps(config: GatherMoeConfig, case: Case) -> dict[str, Any]:
+    """Return the batches and the training of most parity tests, for `train` and `referee_run` alike."""
+    steps = range(CLIPPED.num_steps)
+    batches = [global_batch(step, vocab_size=config.vocab_size, packed=case.packed) for step in steps]
+    return {"batches": batches, "training": CLIPPED}
 
 
 def train(
-    config: GatherMoeConfig, state: Tensors, case: Case, *, batches: list[Batch], training: Training = PLAIN
+    config: GatherMoeConfig,
+    state: Tensors,
+    case: Case,
+    *,
+    batches: Sequence[Batch],
+    training: Training = PLAIN,
+    change: Callable[[Any], None] | None = None,
 ) -> Outcome:
     """Train under the engine on as many ranks as the case has; `batches` are taken in turn.
 
+    change  is called with each rank's engine before the first step; importable
+
     Asserts that all ranks report the same curves and that ranks which hold the same part agree bit for bit.
     """
-    by_rank = run_ranks(_train_on_rank, case.dp * case.tp, config, state, case, batches, training, timeout_s=ONE_RUN_S)
-    for curves, _, _ in by_rank:
-        assert curves == by_rank[0][0]
-    gradients, weights = (
-        join_shards([result[part] for result in by_rank], config, case, whole=state) for part in (1, 2)
-    )
-    return Outcome(by_rank[0][0], gradients, weights)
+    arguments = (config, state, case, batches, training, change)
+    return join_ranks(run_ranks(train_on_rank, case.num_ranks, *arguments, timeout_s=ONE_RUN_S), config, case)
 
 
-def _train_on_rank(
+def train_on_rank(
     rank: int,
     world_size: int,
     config: GatherMoeConfig,
     state: Tensors,
     case: Case,
-    batches: list[Batch],
+    batches: Sequence[Batch],
     training: Training,
-) -> tuple[Curves, Tensors, Tensors]:
-    engine = start(config, state, case, training=training, num_sequences=len(batches[0].ids))
-    curves = Curves([], [], [], [])
-    gradients: Tensors = {}
+    change: Callable[[Any], None] | None = None,
+) -> Outcome:
+    """Train one rank of `train`; gradients and weights are this rank's shards."""
+    engine = start_engine(config, state, case, training=training)
+    if change is not None:
+        change(engine)
+    curves, gradients = Curves([], [], [], []), {}
     for step in range(training.num_steps):
         parts = micro_batches(batches[step % len(batches)], case, dp_rank=engine.mesh.dp_rank)
         counts = engine.count(parts)
         sums = engine.accumulate(parts, counts=counts)
         gradients = gradients or gradient_shards(engine)
-        totals = torch.stack([sums.nll, sums.balance_L.mean(), sums.z_L.mean()])
+        num_layers = max(1, len(sums.z_L))
+        totals = torch.stack([sums.nll, sums.balance_L.sum() / num_layers, sums.z_L.sum() / num_layers])
         torch.distributed.all_reduce(totals, group=engine.mesh.dp_group)
         curves.losses.append(totals[0].item() / max(counts.num_targets, 1))
         curves.balance.append(totals[1].item() / counts.num_tokens)
         curves.z.append(totals[2].item() / counts.num_tokens)
         curves.norms.append(engine.update(learning_rate=training.learning_rate))
-    return curves, gradients, weight_shards(engine)
+    return Outcome(curves, gradients, weight_shards(engine))
 
 
-def start(
+def join_ranks(by_rank: Sequence[Outcome], config: GatherMoeConfig, case: Case) -> Outcome:
+    for result in by_rank:
+        assert result.curves == by_rank[0].curves
+    gradients, weights = (join_shards([result[part] for result in by_rank], config, case) for part in (1, 2))
+    return Outcome(by_rank[0].curves, gradients, weights)
+
+
+def train_steps(
+    engine: Any, config: GatherMoeConfig, case: Case, steps: range, *, learning_rate: float = CLIPPED.learning_rate
+) -> tuple[list[float], list[float]]:
+    """Train an engine that runs already on the case's batches of these steps; losses and norms."""
+    losses, norms = [], []
+    for step in steps:
+        batches = make_micro_batches(config, case, step=step, dp_rank=engine.mesh.dp_rank)
+        counts = engine.count(batches)
+        nll = engine.accumulate(batches, counts=counts).nll
+        torch.distributed.all_reduce(nll, group=engine.mesh.dp_group)
+        losses.append(nll.item() / counts.num_targets)
+        norms.append(engine.update(learning_rate=learning_rate))
+    return losses, norms
+
+
+def start_engine(
     config: GatherMoeConfig,
     state: Tensors,
     case: Case,
     *,
-    training: Training = PLAIN,
-    num_sequences: int = 8,
+    training: Training = CLIPPED,
+    frozen: Sequence[str] = (),
     prepare: Callable[[Any], None] = lambda model: None,
+    **ds_changes: Any,
 ) -> Any:
-    """Our engine on this rank; `prepare` sees the model before DeepSpeed does."""
-    from recipe.engine.engine import Engine
+    """Start our engine on this rank.
 
-    config.router_aux_loss_coef, config.router_z_loss_coef = training.balance_coef, training.z_coef
+    frozen      patterns of names of parameters that stay as they are
+    prepare     sees the model before DeepSpeed does
+    ds_changes  of DeepSpeed's configuration
+    """
+    from recipe.engine.engine import Engine, freeze_parameters
+
+    training.set_coefficients(config)
     model = model_with(config, state, make_mesh(config, case), execution=case.execution)
     if case.checkpointing:
         model.gradient_checkpointing_enable()
+    freeze_parameters(model, frozen)
     prepare(model)
-    settings = ds_config(case, training, num_sequences=num_sequences)
-    return Engine(model, ds_config=settings, optimizer=optimizer_for(model, training))
+    return Engine(model, ds_config=ds_config(case, training) | ds_changes, optimizer=optimizer_for(model, training))
 
 
 def make_mesh(config: GatherMoeConfig, case: Case) -> ParallelMesh:
-    layout = ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)
-    return build_mesh(layout, num_key_value_heads=config.sizes.num_key_value_heads)
+    return build_mesh(case.layout, num_key_value_heads=config.num_key_value_heads)
 
 
 def model_with(
     config: GatherMoeConfig, state: Tensors, mesh: ParallelMesh, *, execution: Execution | None = None
 ) -> Any:
-    """Our model on this rank, holding its shards of `state`."""
+    """Build our model on this rank, holding its shards of `state`."""
     model = build_model(config, mesh=mesh, execution=execution, seed=0)
     table = shard_table(config, mesh)
     for name, parameter in model.named_parameters():
@@ -147,9 +184,10 @@ def model_with(
     return model
 
 
-def ds_config(case: Case, training: Training = PLAIN, *, num_sequences: int = 8) -> dict[str, Any]:
+def ds_config(case: Case, training: Training = PLAIN) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": num_sequences // (case.dp * case.accumulation),
+        # DeepSpeed only counts samples by it.
+        "train_micro_batch_size_per_gpu": max(1, NUM_SEQUENCES // (case.dp * case.accumulation)),
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": training.max_grad_norm,
         "zero_optimization": {"stage": case.stage, **training.zero},
@@ -167,25 +205,24 @@ def ds_config(case: Case, training: Training = PLAIN, *, num_sequences: int = 8)
 
 
 def optimizer_for(model: torch.nn.Module, training: Training) -> torch.optim.Optimizer:
-    """Weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    """Make the optimizer of a real run, or SGD where that is asked for."""
+    from recipe.engine.engine import build_optimizer
+    from recipe.settings.training import OptimizerOptions
+
     if training.adam_eps is None:
-        return torch.optim.SGD(groups, lr=training.learning_rate)
-    return torch.optim.AdamW(groups, lr=training.learning_rate, eps=training.adam_eps)
-
-
-def random_batch(*, seed: int = 7, num_sequences: int = 8, block_size: int = 16, vocab_size: int = 50) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, vocab_size, (num_sequences, block_size), generator=generator)
-    labels = ids.clone()
-    labels[0, block_size // 2 :] = -100
-    return Batch(ids, labels)
+        return plain_optimizer(model, training)
+    options = OptimizerOptions(
+        learning_rate=training.learning_rate,
+        betas=(0.9, 0.999),
+        eps=training.adam_eps,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+    )
+    return build_optimizer(model, options)
 
 
 def micro_batches(batch: Batch, case: Case, *, dp_rank: int) -> list[Any]:
-    """This dp rank's part of a global batch, cut as the loader cuts its stream."""
+    """Cut this dp rank's part out of a global batch, as the loader cuts its stream."""
     size = len(batch.ids) // (case.dp * case.accumulation)
     parts = []
     for a in range(case.accumulation):
@@ -195,7 +232,7 @@ def micro_batches(batch: Batch, case: Case, *, dp_rank: int) -> list[Any]:
             SimpleNamespace(
                 input_ids=batch.ids[here],
                 labels=batch.labels[here],
-                document_starts=((0,),) * size,
+                document_starts=((0,),) * size if batch.starts is None else tuple(batch.starts[here]),
                 token_mask=None if batch.mask is None else batch.mask[here],
                 num_targets=int((batch.labels[here, 1:] != -100).sum()),
             )
@@ -203,33 +240,40 @@ def micro_batches(batch: Batch, case: Case, *, dp_rank: int) -> list[Any]:
     return parts
 
 
+def make_micro_batches(config: GatherMoeConfig, case: Case, *, step: int, dp_rank: int) -> list[Any]:
+    """Cut this dp rank's part out of the case's global batch of a step."""
+    return micro_batches(global_batch(step, vocab_size=config.vocab_size, packed=case.packed), case, dp_rank=dp_rank)
+
+
 def accumulate(engine: Any, batch: Batch, case: Case) -> Any:
-    """Forward and backward of one global batch; returns the engine's sums."""
+    """Run forward and backward of one global batch; returns the engine's sums."""
     parts = micro_batches(batch, case, dp_rank=engine.mesh.dp_rank)
     return engine.accumulate(parts, counts=engine.count(parts))
 
 
 def gradient_shards(engine: Any) -> Tensors:
-    """This rank's shards of the reduced gradients; an AssertionError where one is None."""
+    """Copy this rank's shards of the reduced gradients; an AssertionError where a trained parameter has none."""
     from deepspeed.utils import safe_get_full_grad
 
     shards = {}
     for name, parameter in engine.model.named_parameters():
-        gradient = parameter.grad if engine.zero_stage == 0 else safe_get_full_grad(parameter)
-        assert gradient is not None, name
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        shards[name] = gradient.detach().float().clone().view(shape)
+        if parameter.requires_grad:
+            gradient = parameter.grad if engine.zero_stage == 0 else safe_get_full_grad(parameter)
+            assert gradient is not None, name
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            shards[name] = gradient.detach().float().clone().view(shape)
     return shards
 
 
 def weight_shards(engine: Any) -> Tensors:
+    """Copy this rank's shards of the weights, as exact as they are kept."""
     from recipe.checkpoint.native import full_precision_shard
 
     return {name: full_precision_shard(p).float().clone() for name, p in engine.model.named_parameters()}
 
 
 def used_gradients(engine: Any, batch: Batch, case: Case) -> tuple[float, Tensors]:
-    """One SGD step of learning rate 1: the reported norm, and this rank's shards of what the optimizer subtracted."""
+    """Take one SGD step of learning rate 1: the reported norm, and this rank's shards of what was subtracted."""
     before = weight_shards(engine)
     accumulate(engine, batch, case)
     norm = engine.update(learning_rate=1.0)
@@ -237,106 +281,16 @@ def used_gradients(engine: Any, batch: Batch, case: Case) -> tuple[float, Tensor
     return norm, {name: before[name] - after[name] for name in before}
 
 
-def join_shards(shards: list[Tensors], config: GatherMoeConfig, case: Case, *, whole: Tensors) -> Tensors:
-    """Tensors of the shapes of `whole` from every rank's shards; ranks with the same part must agree bit for bit."""
-    mesh: Any = SimpleNamespace(layout=ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep))
-    table = shard_table(config, mesh)
+def join_shards(shards: Sequence[Tensors], config: GatherMoeConfig, case: Case) -> Tensors:
+    """Join every rank's shards to whole tensors; ranks with the same part must agree bit for bit."""
+    table = shard_table(config, SimpleNamespace(layout=case.layout))  # type: ignore[arg-type]
     joined = {}
-    for name, tensor in whole.items():
-        places = [table.shard(name, tuple(tensor.shape), group_rank=rank % case.tp) for rank in range(len(shards))]
+    for name, local in shards[0].items():
+        shape = table.full_shape(name, tuple(local.shape), vocab_size=config.vocab_size)
+        places = [table.shard(name, shape, group_rank=rank % case.tp) for rank in range(len(shards))]
         first_with: dict[Any, int] = {}
         for rank, place in enumerate(places):
             twin = first_with.setdefault(place.ranges, rank)
             assert torch.equal(shards[rank][name], shards[twin][name]), f"{name} differs on ranks {twin} and {rank}"
         joined[name] = join([(shards[rank][name], places[rank]) for rank in range(case.tp)])
     return joined
-
-
-def plain_training(
-    config: GatherMoeConfig, state: Tensors, *, batches: list[Batch], training: Training = PLAIN
-) -> Outcome:
-    """The same in one plain process, with transformers' own model and the auxiliary losses written out again."""
-    model = referee_model(config, state)
-    optimizer = optimizer_for(model, training)
-    curves = Curves([], [], [], [])
-    gradients: Tensors = {}
-    for step in range(training.num_steps):
-        loss, balance, z = _plain_losses(model, batches[step % len(batches)], num_active=config.num_experts_per_tok)
-        (loss + training.balance_coef * balance + training.z_coef * z).backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
-        bound = training.max_grad_norm or float("inf")
-        curves.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        for curve, value in zip(curves, (loss, balance, z), strict=False):
-            curve.append(value.item())
-    return Outcome(curves, gradients, {name: p.detach() for name, p in model.named_parameters()})
-
-
-def _plain_losses(model: Any, batch: Batch, *, num_active: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy over the targets; balance and z-loss by their definitions, sequence by sequence."""
-    output = model(input_ids=batch.ids, use_cache=False, output_router_logits=True)
-    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100)
-    balance, z = [], []
-    for logits in output.router_logits:
-        for logits_SE in logits.float().view(len(batch.ids), -1, logits.shape[-1]):
-            num_experts = logits_SE.shape[-1]
-            probs_SE = logits_SE.softmax(-1)
-            chosen = F.one_hot(probs_SE.topk(num_active).indices, num_experts).sum(1).float()
-            balance.append(num_experts * (chosen.mean(0) * probs_SE.mean(0)).sum())
-            z.append(logits_SE.logsumexp(-1).square().mean())
-    return loss, torch.stack(balance).mean(), torch.stack(z).mean()
-
-
-def train_in_trainer(model: Any, batch: Batch, *, folder: Path, accumulation: int = 1, **options: Any) -> None:
-    """One optimizer step of Hugging Face's Trainer on the whole batch, in this process."""
-    from transformers import Trainer, TrainingArguments
-
-    rows: Any = [{"input_ids": ids, "labels": labels} for ids, labels in zip(batch.ids, batch.labels, strict=True)]
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=1,
-        per_device_train_batch_size=len(rows) // accumulation,
-        gradient_accumulation_steps=accumulation,
-        lr_scheduler_type="constant",
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        **options,
-    )
-    Trainer(model=model, args=arguments, train_dataset=rows).train()
-
-
-def export(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, case: Case, folder: Path) -> None:
-    """Write the weights that an engine was given as Hugging Face files; a function for `run_ranks`."""
-    from modeling.hf_keys import stock_type
-    from recipe.checkpoint.files import WriteNow, complete
-    from recipe.checkpoint.native import full_precision_shard
-    from recipe.hf.weights import WeightSource, write_weights
-    from recipe.shared.ranks import TorchRanks
-
-    engine = start(config, state, case)
-    source = WeightSource(engine.model, config, engine.mesh, full_precision_shard)
-    files = WriteNow()
-    write_weights(folder, source=source, model_type=stock_type(config), dtype=torch.float32, files=files)
-    complete(files, ranks=TorchRanks())
-
-
-def read_export(folder: Path) -> Tensors:
-    """All tensors of the files in a folder; an AssertionError where one is there twice."""
-    from safetensors.torch import load_file
-
-    found: Tensors = {}
-    for path in folder.glob("*.safetensors"):
-        tensors = load_file(path)
-        assert not tensors.keys() & found.keys()
-        found |= tensors
-    return found
-
-
-def assert_all_match(got: Tensors, want: Tensors, *, atol: float = 1e-5) -> None:
-    """Tensors by name are as close as asked; the message names the one that is not."""
-    assert got.keys() <= want.keys()
-    for name, tensor in got.items():
-        torch.testing.assert_close(tensor, want[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")

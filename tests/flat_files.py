@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recipe.checkpoint.rank_files import Counters, Partition, Place, RankFile, rank_path, to_content
+from recipe.checkpoint.rank_files import Counters, Partition, Position, RankFile, rank_path, to_content
 from recipe.checkpoint.training_state import KINDS, MOMENTS, WEIGHT
 from tests.states import MemoryState
 
@@ -16,9 +16,9 @@ def write_by_hand(folder: Path, state: MemoryState, *, dp: int, stage: int) -> N
     """ZeRO 2 or 3 in float32 without tensor parallelism; everything in one group of the optimizer."""
     names = [name for name in state.shapes() if state.kinds(name) == KINDS]
     buffers = {name: state.tensors[f"weight/{name}"] for name in state.shapes() if name not in names}
-    places: dict[str, Place] = {}
-    parts = {kind: _parts(state, kind, names=names, dp=dp, stage=stage, places=places) for kind in KINDS}
-    partition = Partition(optimizer="by hand", shapes=state.shapes(), places=places)
+    positions: dict[str, Position] = {}
+    parts = {kind: _parts(state, kind, names=names, dp=dp, stage=stage, positions=positions) for kind in KINDS}
+    partition = Partition(optimizer="by hand", shapes=state.shapes(), positions=positions)
     counters = Counters(global_steps=int(state.step), global_samples=0, skipped_steps=0, tokens_read=0)
     for name in ("deepspeed", "ranks"):
         (folder / name).mkdir(parents=True)
@@ -44,20 +44,20 @@ def _optimizer(parts: dict[str, Tensor], *, step: Tensor, stage: int) -> dict[st
 
 
 def _parts(
-    state: MemoryState, kind: str, *, names: list[str], dp: int, stage: int, places: dict[str, Place]
+    state: MemoryState, kind: str, *, names: list[str], dp: int, stage: int, positions: dict[str, Position]
 ) -> list[Tensor]:
-    """The flat tensor of every rank; `places` are filled in."""
+    """The flat tensor of every rank; `positions` are filled in."""
     tensors = [state.tensors[f"{kind}/{name}"].flatten() for name in names]
     start = 0
     if stage == 3:  # of every parameter an equal part
         by_tensor = [_shares(tensor, dp=dp) for tensor in tensors]
         for name, shares in zip(names, by_tensor, strict=True):
-            places[name] = Place(0, start, shares[0].numel(), 0)
+            positions[name] = Position(0, start, shares[0].numel(), 0)
             start += shares[0].numel()
         return [torch.cat(parts) for parts in zip(*by_tensor, strict=True)]
     shares = _shares(torch.cat(tensors), dp=dp)  # an equal part of all parameters together
     for name, tensor in zip(names, tensors, strict=True):
-        places[name] = Place(0, 0, shares[0].numel(), -start)
+        positions[name] = Position(0, 0, shares[0].numel(), -start)
         start += tensor.numel()
     return shares
 

@@ -1,4 +1,4 @@
-"""One MoE layer with known weights and routing, alone by its definition and shared by ranks; loads of such routings."""
+"""MoE layers with known weights and routing, by their definition and shared by ranks; models and batches of such."""
 
 import functools
 import math
@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from modeling.config import GatherMoeConfig
 from modeling.execution import Execution, check_copies
 from modeling.init import cut, join
 from modeling.layout import ParallelLayout
-from modeling.mesh import ParallelMesh
+from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.router import Routing, route
 from modeling.shard_table import ShardTable
-from tests.parity import tiny_config
+from tests.engine_runs import model_with
+from tests.referee import Batch, Tensors, full_state, random_batch, tiny_config
 
 NUM_TOKENS, NUM_EXPERTS, HIDDEN, WIDTH = 24, 8, 16, 16
 ROUTINGS = ("random", "all to one", "last rank idle", "one expert idle", "ties", "padding")
@@ -189,3 +191,58 @@ def copies_bound(loads: Sequence[float], *, num_ranks: int, num_copies: int) -> 
         return math.fsum(inside[num_copies * (num_ranks - ranks.bit_count()) :])
 
     return max(stays_in(ranks) / ranks.bit_count() for ranks in range(1, 2**num_ranks))
+
+
+def two_expert_routing() -> tuple[GatherMoeConfig, Tensors]:
+    """A model whose tokens below 25 all go to expert 0 and whose others all go to expert 1, in every layer.
+
+    Channel 0 carries the token's class, and neither attention nor experts write to it.
+    """
+    config = tiny_config(num_experts_per_tok=1, qk_norm="head", norm_topk_prob=False)
+    state = full_state(config)
+    state["model.embed_tokens.weight"][:25, 0] = 0.3
+    state["model.embed_tokens.weight"][25:, 0] = -0.3
+    for name, tensor in state.items():
+        if name.endswith("o_proj.weight"):
+            tensor[0] = 0
+        elif name.endswith("experts.down_proj"):
+            tensor[:, 0] = 0
+        elif name.endswith("mlp.gate.weight"):
+            tensor[2:] = 0
+            tensor[0], tensor[1] = 0.02 * tensor[0], 0.02 * tensor[1]
+            tensor[0, 0], tensor[1, 0] = 2, -2
+    return config, state
+
+
+def two_class_batch(*, first_class_first: bool, num_sequences: int = 4) -> Batch:
+    """Half of the sequences go to expert 0 only, the other half to expert 1 only; with two dp ranks, one half each."""
+    low = torch.randint(0, 25, (num_sequences // 2, 16), generator=torch.Generator().manual_seed(3))
+    parts = [low, low.flip(1) + 25]
+    ids = torch.cat(parts if first_class_first else parts[::-1])
+    return Batch(ids, ids.clone())
+
+
+def padded_batch(*, pad_with_a_real_token: bool) -> tuple[Batch, Batch, Batch]:
+    """A sequence of five tokens alone, a full one of sixteen, and both together with the short one padded."""
+    full = random_batch(seed=5, num_sequences=2)
+    short_ids = full.ids[:1, :5]
+    ids, labels = full.ids.clone(), full.ids.clone()
+    ids[0, 5:], labels[0, 5:] = short_ids[0, 2] if pad_with_a_real_token else 0, -100
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[0, 5:] = False
+    return Batch(short_ids, short_ids), Batch(full.ids[1:], full.ids[1:]), Batch(ids, labels, mask)
+
+
+def one_process_pass(config: GatherMoeConfig, state: Tensors, batch: Batch) -> Any:
+    """Logits, expert counts and gradients, the losses divided by the counts of the two sequences together."""
+    model = model_with(config, state, one_rank_mesh())
+    output = model(
+        input_ids=batch.ids,
+        labels=batch.labels,
+        attention_mask=batch.mask,
+        num_items_in_batch=4 + 15,
+        num_tokens_in_batch=5 + 16,
+        use_cache=False,
+    )
+    output.loss.backward()
+    return output, {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -2,7 +2,7 @@
 
 from recipe.plan.hardware_file import PRODUCT_KINDS
 from recipe.plan.hardware_values import AttentionRate, Efficiencies, Hardware, Link, Measured, ProductRate
-from recipe.plan.passes import PASSES
+from recipe.plan.rates import PASSES
 
 # What makes a backward of attention, which takes 2.5 forwards, as long as the 2 that model FLOPs count.
 BACKWARD = 1.25

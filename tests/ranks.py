@@ -11,7 +11,6 @@ import io
 import multiprocessing as mp
 import os
 import pickle
-import sys
 import tempfile
 import time
 import traceback
@@ -27,7 +26,7 @@ CALLS_PER_POOL = 40
 PRELOAD = [
     *("torch", "torch.distributed", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "setuptools"),
     *("transformers", "transformers.models.qwen3_moe", "pytest", "psutil"),
-    *("recipe.train.prepare", "recipe.train.loop", "tests.parity", "tests.ranks"),
+    *("recipe.train.prepare", "recipe.train.loop", "tests.engine_runs", "tests.exports"),
 ]
 
 
@@ -48,6 +47,7 @@ class _Pool:
 
 
 _POOLS: dict[int, _Pool] = {}
+_GROUPS: list[Any] = []  # of this process as a rank, to be destroyed before its next case
 
 
 def run_ranks(
@@ -140,22 +140,26 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    import modeling.mesh
+
     log = os.open(Path(folder) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    # Of messages that DeepSpeed makes under ZeRO-3 and does not print: a fifth of a small run's time.
+    torch.set_printoptions(threshold=0, edgeitems=1)
     gc.freeze()  # ZeRO-3 collects garbage again and again, which need not go through all the libraries each time
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    groups = _record_new_groups(dist)
+    modeling.mesh.dist = _DistOfMeshes()  # type: ignore[assignment]
     while True:
         try:
             function, args, kwargs = pipe.recv()
         except EOFError:
             return
-        # Of the last case, which all ranks are through with by now. Every group has threads of its own.
-        while groups:
-            dist.destroy_process_group(groups.pop())
+        # All ranks are through with the last case by now.
+        while _GROUPS:
+            dist.destroy_process_group(_GROUPS.pop())
         try:
             answer = (True, function(rank, world_size, *args, **kwargs))
         except BaseException:
@@ -188,17 +192,22 @@ def _unpack_tensor(content: bytearray, dtype: Any, shape: Any) -> Any:
     return torch.frombuffer(content, dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
 
 
-def _record_new_groups(dist: Any) -> list[Any]:
-    """The groups that meshes and runs make from now on; DeepSpeed keeps those of its own for later cases."""
-    groups: list[Any] = []
-    new_group = dist.new_group
+def end_after_case(group: Any) -> Any:
+    """Have a group of this process end before the next case begins; every group has threads of its own."""
+    _GROUPS.append(group)
+    return group
 
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        group = new_group(*args, **kwargs)
-        caller = sys._getframe(1).f_globals["__name__"]
-        if caller in ("modeling.mesh", "run_pretrain") and group is not dist.GroupMember.NON_GROUP_MEMBER:
-            groups.append(group)
-        return group
 
-    dist.new_group = recording
-    return groups
+class _DistOfMeshes:
+    """torch.distributed as modeling.mesh sees it: groups end with a case. DeepSpeed keeps its own for later ones."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch.distributed as dist
+
+        return getattr(dist, name)
+
+    def new_group(self, *args: Any, **kwargs: Any) -> Any:
+        import torch.distributed as dist
+
+        group = dist.new_group(*args, **kwargs)
+        return group if group is dist.GroupMember.NON_GROUP_MEMBER else end_after_case(group)

@@ -39,7 +39,7 @@ def resolve(
     ranks = WorldInfo(world_size=world, local_world_size=world) if isinstance(world, int) else world
     arguments = parse_arguments(words)
     return resolve_config(
-        arguments, ds_config=ds_config or {}, ranks=ranks, sizes=sizes, attention_dropout=dropout, **extra
+        arguments, deepspeed_json=ds_config or {}, ranks=ranks, sizes=sizes, attention_dropout=dropout, **extra
     )
 
 

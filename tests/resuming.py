@@ -6,27 +6,23 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from modeling.config import GatherMoeConfig
-from modeling.init import join, shard_table
-from modeling.layout import ParallelLayout
 from recipe.checkpoint.find import Checkpoint
-from tests.parity import (
-    BLOCK_SIZE,
-    LEARNING_RATE,
-    NUM_SEQUENCES,
-    WEIGHT_DECAY,
-    Case,
-    full_state,
-    make_micro_batches,
-    mixed_config,
-    start_engine,
-)
+from tests.engine_runs import Case, join_shards, start_engine, train_steps
 from tests.ranks import run_ranks
+from tests.referee import (
+    BLOCK_SIZE,
+    CLIPPED,
+    FP32_ATOL,
+    NUM_SEQUENCES,
+    Tensors,
+    assert_all_match,
+    full_state,
+    mixed_config,
+)
 
 SAVED_AT, LAST = 2, 5
-Tensors = dict[str, Tensor]
 
 
 # One layout each, so that the pairs with TARGETS are all pairs of layouts, of stages, and of whole experts and slices.
@@ -91,21 +87,9 @@ def counters_of(engine: Any) -> dict[str, Any]:
     }
 
 
-def train(engine: Any, config: GatherMoeConfig, case: Case, steps: range) -> tuple[list[float], list[float]]:
-    losses, norms = [], []
-    for step in steps:
-        batches = make_micro_batches(config, case, step=step, dp_rank=engine.mesh.dp_rank)
-        counts = engine.count(batches)
-        nll = engine.accumulate(batches, counts=counts).nll
-        torch.distributed.all_reduce(nll, group=engine.mesh.dp_group)
-        losses.append(nll.item() / counts.num_targets)
-        norms.append(engine.update(learning_rate=LEARNING_RATE))
-    return losses, norms
-
-
 def go_on(engine: Any, config: GatherMoeConfig, case: Case) -> Outcome:
     held, counters = held_by(engine), counters_of(engine)
-    losses, norms = train(engine, config, case, range(SAVED_AT, LAST))
+    losses, norms = train_steps(engine, config, case, range(SAVED_AT, LAST))
     return Outcome(held, counters, losses, norms, held_by(engine)["weight"])
 
 
@@ -115,45 +99,26 @@ def save(
     from recipe.checkpoint.native import save_native
 
     engine = start_engine(config, full_state(config), case, **options)
-    train(engine, config, case, range(num_steps))
+    train_steps(engine, config, case, range(num_steps))
     engine.ds.skipped_steps = 7  # as if
     save_native(engine, folder, rank_state={"rank": rank})
     return go_on(engine, config, case)
 
 
-def merge(states: list[dict[str, Any]], *, dp_rank: int) -> dict[str, Any]:
-    assert torch.distributed.get_rank() == 0, "rank 0 merges, and sends what it made of the states"
-    return {"old": states, "is_first": dp_rank == 0}
-
-
 def resume(
     rank: int, world_size: int, checkpoint: Checkpoint, config: GatherMoeConfig, targets: list[Case], options: Any
 ) -> list[Outcome]:
-    from recipe.checkpoint.elastic import load_elastic
+    from recipe.checkpoint.elastic import load_elastic, old_group_states
     from recipe.shared.ranks import TorchRanks
 
     outcomes = []
     for case in targets:
         engine = start_engine(config, full_state(config, seed=2), case, **options)
-        state = load_elastic(engine, checkpoint, seed=1, merge=merge, ranks=TorchRanks())
+        load_elastic(engine, checkpoint, seed=1, ranks=TorchRanks())
         groups = range(0, checkpoint.details["dp"] * checkpoint.details["tp"], checkpoint.details["tp"])
-        assert state == {"old": [{"rank": first} for first in groups], "is_first": engine.mesh.dp_rank == 0}
+        assert old_group_states(checkpoint) == [{"rank": first} for first in groups]
         outcomes.append(go_on(engine, config, case))
     return outcomes
-
-
-def whole(by_rank: list[Tensors], config: GatherMoeConfig, case: Case) -> Tensors:
-    """Whole tensors from the ranks' shards; those of all groups must be the same bits."""
-    mesh: Any = type("Mesh", (), {"layout": ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)})
-    table = shard_table(config, mesh)
-    joined = {}
-    for name, local in by_rank[0].items():
-        shape = table.full_shape(name, tuple(local.shape), vocab_size=config.vocab_size)
-        shards = [table.shard(name, shape, group_rank=rank) for rank in range(case.tp)]
-        for rank, tensors in enumerate(by_rank):
-            assert torch.equal(tensors[name], by_rank[rank % case.tp][name]), (name, rank)
-        joined[name] = join([(by_rank[rank][name], shard) for rank, shard in enumerate(shards)])
-    return joined
 
 
 def hashes(tensors: Tensors) -> dict[str, str]:
@@ -169,33 +134,31 @@ class Source(NamedTuple):
 
 def make_source(folder: Path, case: Case, *, config: GatherMoeConfig | None = None, **options: Any) -> Source:
     config = config or config_of()
-    by_rank = run_ranks(save, case.dp * case.tp, folder, config, case, SAVED_AT, options)
+    by_rank = run_ranks(save, case.num_ranks, folder, config, case, SAVED_AT, options)
     return Source(Checkpoint(SAVED_AT, folder, details_of(config, case)), config, case, by_rank)
 
 
-def check_targets(source: Source, targets: list[Case], *, tolerance: float = 1e-5, **options: Any) -> None:
+def check_targets(source: Source, targets: list[Case], *, tolerance: float = FP32_ATOL, **options: Any) -> None:
     """Resume in every target and hold it against the run that went on."""
     want = source.by_rank[0]
     assert want.counters["tokens_read"] == SAVED_AT * NUM_SEQUENCES * BLOCK_SIZE
-    assert want.counters["decay"] == [WEIGHT_DECAY, 0.0]
+    assert want.counters["decay"] == [CLIPPED.weight_decay, 0.0]
     want_held = {
-        kind: hashes(whole([outcome.held[kind] for outcome in source.by_rank], source.config, source.case))
+        kind: hashes(join_shards([outcome.held[kind] for outcome in source.by_rank], source.config, source.case))
         for kind in want.held
     }
-    want_weights = whole([outcome.weights for outcome in source.by_rank], source.config, source.case)
-    for world_size in sorted({case.dp * case.tp for case in targets}):
-        cases = [case for case in targets if case.dp * case.tp == world_size]
+    want_weights = join_shards([outcome.weights for outcome in source.by_rank], source.config, source.case)
+    for world_size in sorted({case.num_ranks for case in targets}):
+        cases = [case for case in targets if case.num_ranks == world_size]
         by_rank = run_ranks(resume, world_size, source.checkpoint, source.config, cases, options)
         for number, case in enumerate(cases):
             outcomes = [outcomes[number] for outcomes in by_rank]
             for kind, expected in want_held.items():
-                found = hashes(whole([outcome.held[kind] for outcome in outcomes], source.config, case))
+                found = hashes(join_shards([outcome.held[kind] for outcome in outcomes], source.config, case))
                 assert found == expected, (source.case, case, kind)
             for got in outcomes:
                 assert got.counters == want.counters, (source.case, case)
                 assert got.losses == pytest.approx(want.losses, abs=tolerance), (source.case, case)
                 assert got.norms == pytest.approx(want.norms, abs=tolerance), (source.case, case)
-            weights = whole([outcome.weights for outcome in outcomes], source.config, case)
-            for name, tensor in weights.items():
-                difference = (tensor - want_weights[name]).abs().max().item()
-                assert difference <= tolerance, (source.case, case, name, difference)
+            weights = join_shards([outcome.weights for outcome in outcomes], source.config, case)
+            assert_all_match(weights, want_weights, atol=tolerance)

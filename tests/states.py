@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.initialization import no_init_weights
@@ -21,6 +22,13 @@ from recipe.checkpoint.whole import write_whole
 Tensors = dict[str, Tensor]
 
 
+def part_of(tensor: Tensor, ranges: tuple[Ranges, ...]) -> Tensor:
+    """Per dimension these index ranges, concatenated."""
+    for dim, spans in enumerate(ranges):
+        tensor = torch.cat([tensor.narrow(dim, start, end - start) for start, end in spans], dim=dim)
+    return tensor
+
+
 class MemoryState:
     """A TrainingState out of tensors by "KIND/NAME"."""
 
@@ -35,9 +43,7 @@ class MemoryState:
         return tuple(kind for kind in KINDS if f"{kind}/{name}" in self.tensors)
 
     def read(self, name: str, *, kind: str, ranges: tuple[Ranges, ...]) -> Tensor:
-        part = self.tensors[f"{kind}/{name}"]
-        for dim, spans in enumerate(ranges):
-            part = torch.cat([part.narrow(dim, start, end - start) for start, end in spans], dim=dim)
+        part = part_of(self.tensors[f"{kind}/{name}"], ranges)
         self.num_bytes += part.nbytes
         return part
 
@@ -56,6 +62,10 @@ def state_of(config: GatherMoeConfig, *, fill: Callable[[int, tuple[int, ...]], 
             values = fill(len(tensors), tuple(tensor.shape))
             tensors[f"{kind}/{name}"] = values.abs() if kind == MOMENTS[1] else values
     return MemoryState(tensors)
+
+
+def ignore(_: object) -> None:
+    """Stands in for what follows progress."""
 
 
 def read_all(state: TrainingState) -> Tensors:
@@ -88,5 +98,25 @@ def save_whole(folder: Path, state: TrainingState, *, step: int = 3, details: di
     (folder / "ranks" / "rank-00000.pt").write_bytes(b"a rank's own")
     (folder / "hf" / "config.json").write_text(json.dumps({"model_type": "mixtral", "dtype": "float32"}))
     (folder / "expert_counts.json").write_text("{}")
-    write_whole(folder / "whole", state, advance=lambda num_bytes: None)
+    write_whole(folder / "whole", state, advance=ignore)
     return seal(folder, step=step, details={**details, "format": "whole"})
+
+
+def same_content(a: Path, b: Path) -> bool:
+    """Whether two files of checkpoints hold the same, seconds aside."""
+    if a.suffix != ".pt":
+        return a.read_bytes() == b.read_bytes()
+    return equal(*(torch.load(path, weights_only=False, map_location="cpu") for path in (a, b)))
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Of the same build and with the same numbers, seconds aside."""
+    if isinstance(a, torch.Tensor):
+        return bool(type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a if key != "elapsed_s")
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if hasattr(a, "__dict__"):
+        return type(a) is type(b) and equal(vars(a), vars(b))
+    return bool(np.all(a == b))

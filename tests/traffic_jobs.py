@@ -7,6 +7,7 @@ from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from recipe.plan.job import Job
 
+WIRE = Execution()
 MODEL: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 32,

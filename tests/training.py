@@ -3,12 +3,20 @@
 import json
 import os
 import random
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from tests.ranks import end_after_case, run_ranks
+from tests.saves import entries
+from tests.states import same_content
+
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "dog", "run", "to", "an", "old", "tree", "river")
+
+# What a logged line says of the time and of the machine.
+TIMED = ("tokens_per_s", "model_flops_per_s", "mfu", "peak_memory_bytes")
 
 Flags = dict[str, Any]
 
@@ -60,18 +68,21 @@ def train_on_ranks(rank: int, world_size: int, flags: Flags) -> tuple[Any, list[
     The speed that MFU is relative to is made up: to measure it takes as long as a few steps of a small model do.
     """
     import run_pretrain
+    from recipe.shared import ranks
     from recipe.shared.flops import Peak
     from recipe.train import loop as training_loop
-    from recipe.train.results import results_dict
+    from recipe.train.loop import results_dict
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     said: list[str] = []
     request = run_pretrain.read_request([f"--{name}={value}" for name, value in flags.items()])
+    torch_ranks = ranks.TorchRanks
     with (
         patch.object(training_loop, "find_peak", lambda device, *, precision: Peak(1e12, "made up")),
         ExitStack() as stack,
     ):
-        loop = run_pretrain.prepare(request, stack, said.append if rank == 0 else lambda line: None)
+        with patch.object(ranks, "TorchRanks", lambda group=None: torch_ranks(group and end_after_case(group))):
+            loop = run_pretrain.prepare(request, stack, said.append if rank == 0 else lambda line: None)
         results = loop.train()
         return results_dict(results, loop.run), said
 
@@ -80,3 +91,27 @@ def read_metrics(folder: Path, *, key: str = "loss") -> dict[int, dict[str, Any]
     """The logged lines that have `key`, by step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line for line in lines if key in line}
+
+
+def untimed(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key not in TIMED}
+
+
+def check_resume(folder: Path, *, world_size: int, ds_config: dict[str, Any], **changes: Any) -> None:
+    flags = write_inputs(folder) | write_ds_config(folder, **ds_config) | changes
+    straight, stopped = folder / "straight", folder / "stopped"
+    run_ranks(train_on_ranks, world_size, flags | {"output_dir": straight, "save_steps": 0})
+    flags |= {"output_dir": stopped, "save_steps": 3}
+    run_ranks(train_on_ranks, world_size, flags)
+    shutil.rmtree(stopped / "checkpoints" / "step-6")
+    _, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
+    assert any(f"resuming from {stopped}/checkpoints/step-3" in line for line in said)
+    assert any("dropped" in line and "after step 3" in line for line in said)
+    want, got = read_metrics(straight), read_metrics(stopped)
+    assert want.keys() == got.keys()
+    for step, line in want.items():
+        assert untimed(got[step]) == untimed(line), step
+    folders = [run / "checkpoints" / "step-6" / "deepspeed" for run in (straight, stopped)]
+    assert entries(folders[0]) == entries(folders[1]) != []
+    for name in entries(folders[0]):
+        assert same_content(folders[0] / name, folders[1] / name), name

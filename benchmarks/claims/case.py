@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from modeling.cost import MATRICES, MoeTraffic
 from modeling.layout import ModelSizes, ParallelLayout
-from recipe.plan.sent import ring_bytes
+from recipe.plan.traffic import ring_bytes
 from recipe.shared.flops import count_parameters, model_flops_per_token
 
 LENGTH = 16_384

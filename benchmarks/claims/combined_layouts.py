@@ -37,7 +37,7 @@ from claims.machines import (
 )
 from claims.roofline import layer_time
 from modeling.cost import tokens_where_weights_pay
-from recipe.plan.sent import ring_bytes
+from recipe.plan.traffic import ring_bytes
 
 RATES = (142e12, 168e12, 155e12)  # FLOP/s per GPU, the article's table
 SIZES = (2, 4, 8)

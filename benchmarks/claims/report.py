@@ -14,7 +14,7 @@ ARTICLES = {1: "five tuning techniques for a model on 16 A100", 2: "Megatron and
 HEAD = """\
 # The claims this project began with, recomputed
 
-Made by `gather-moe claims --markdown`; edit `recipe/claims` instead. A test holds this page against that command.
+Made by `python benchmarks/claims --markdown`; edit `benchmarks/claims` instead. A test holds this page against it.
 
 Two articles asked for what is built here: article 1 is about five tuning techniques for a model on 16 A100, article 2
 about Megatron and the Switch Transformer combined. What they ask for is sound; many of their numbers are not. Each is

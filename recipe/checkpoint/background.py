@@ -1,10 +1,9 @@
-"""Saving while training goes on: a copy in host memory, which a thread of every rank writes and publishes."""
+"""Saving while training waits, or while it goes on: from a copy in host memory that a thread writes and publishes."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
 
 from recipe.checkpoint.commit import (
     MEET_TIMEOUT_S,
@@ -16,53 +15,34 @@ from recipe.checkpoint.commit import (
     write_checkpoint,
 )
 from recipe.checkpoint.files import WriteLater
-from recipe.shared.agreement import on_every
 from recipe.shared.ranks import Ranks, TorchRanks
+from recipe.shared.together import on_every
 
-# How long a thread waits for its peers: a rank's files may take that long, and nobody else is held up.
+# How long a thread waits for its peers: a rank's files may take that long, and training does not wait.
 BACKGROUND_TIMEOUT = timedelta(hours=12)
 
 
-class Saver(Protocol):
-    """How a run saves. Every method is collective."""
-
-    def save(self, save: Save, *, write: Writer) -> None:
-        """Save, as recipe/checkpoint/commit.py has it; afterwards training may go on."""
-        ...
-
-    def watch(self) -> None:
-        """Begin to ask whether a save has failed on any rank, without waiting; `check` has the answer."""
-        ...
-
-    def check(self) -> None:
-        """Raise what a save had failed with when all ranks last called `watch`."""
-        ...
-
-    def wait(self) -> None:
-        """Return when every save is complete."""
-        ...
-
-
-class ForegroundSaver:
-    """Has saved when `save` returns."""
+class Saver:
+    """Saves while training waits: a checkpoint is complete when `save` returns. Every method is collective."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def save(self, save: Save, *, write: Writer) -> None:
+        """Save with the files that `write` gives, as `write_checkpoint` does; afterwards training may go on."""
         write_checkpoint(save, ranks=self._ranks, write=write)
 
     def watch(self) -> None:
-        return None
+        """Begin to ask whether a save has failed on any rank, without waiting; `check` has the answer."""
 
     def check(self) -> None:
-        return None
+        """Raise the error of a save that had failed when all ranks last called `watch`."""
 
     def wait(self) -> None:
-        return None
+        """Return when every save is complete; raise the error of one that failed."""
 
 
-class BackgroundSaver:
+class BackgroundSaver(Saver):
     """Has copied everything when `save` returns; a thread does the rest, one save at a time.
 
     `ranks` and `background` are the same ranks in two groups: the thread agrees with its peers in the second one while
@@ -72,7 +52,8 @@ class BackgroundSaver:
     """
 
     def __init__(self, ranks: Ranks, *, background: Ranks) -> None:
-        self._ranks, self._background = ranks, background
+        super().__init__(ranks)
+        self._background = background
         self._thread: threading.Thread | None = None
         self._save: Save | None = None  # the last one
         self._files: WriteLater | None = None
@@ -86,6 +67,14 @@ class BackgroundSaver:
         self._save, self._files = save, files
         self._thread = threading.Thread(target=self._seal, args=(save, files), name=f"saving step-{save.step}")
         self._thread.start()
+
+    def watch(self) -> None:
+        self._answer = self._ranks.any_later(self._error is not None)
+
+    def check(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None and answer():
+            self.wait()
 
     def wait(self) -> None:
         error = self.join()
@@ -101,16 +90,8 @@ class BackgroundSaver:
             with cleaned_up_after_errors(self._save, ranks=self._ranks):
                 on_every(report, ranks=self._ranks)
 
-    def watch(self) -> None:
-        self._answer = self._ranks.any_later(self._error is not None)
-
-    def check(self) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None and answer():
-            self.wait()
-
     def join(self) -> Exception | None:
-        """Wait for this rank's thread alone; what it failed with. Not collective."""
+        """Wait for this rank's thread alone and return the error it ended with. Not collective."""
         if self._thread is not None:
             self._thread.join()
         error = self._error
@@ -126,13 +107,13 @@ class BackgroundSaver:
 
 @contextmanager
 def open_saver(ranks: Ranks, *, background: bool) -> Iterator[Saver]:
-    """A saver, in the background or not, whose saves are complete when the context ends. Collective over the world.
+    """Open a saver, in the background or not, whose saves are complete when the context ends. Collective.
 
     Where the context ends by an error, this rank waits for its own thread only; if the save failed, too, a note on the
     error says so.
     """
     if not background:
-        yield ForegroundSaver(ranks)
+        yield Saver(ranks)
         return
     import torch.distributed as dist
 

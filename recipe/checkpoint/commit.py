@@ -2,7 +2,7 @@
 
 The ranks write into a hidden staging folder, check in, take sizes and checksums together, and only when all of them
 succeeded does rank 0 rename it to step-N. Until that rename the earlier checkpoints and `latest` are untouched. A save
-has two parts: what goes in step with training is staged, the rest is sealed, right after it or in the background.
+has two parts: training waits for the first, `stage`; the second, `seal`, follows at once or in the background.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.checkpoint.files import Files, WriteNow, complete
+from recipe.checkpoint.files import Files, complete
 from recipe.checkpoint.folders import (
     LATEST,
+    free_bytes,
     list_checkpoints,
     point_latest,
     publish,
@@ -31,17 +32,16 @@ from recipe.checkpoint.manifest import (
     share_of_files,
     write_manifest,
 )
-from recipe.checkpoint.space import free_bytes
-from recipe.shared.agreement import check_all_see, on_every, on_first
-from recipe.shared.errors import CheckpointError, CheckpointWriteError, NotEnoughSpaceError
+from recipe.shared.errors import CheckpointWriteError, NotEnoughSpaceError, RunError
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import check_all_see, on_every, on_first
 
 MEET_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """What is saved as root/step-N. All ranks give the same.
+    """The wish to save root/step-N. All ranks give the same.
 
     `keep` checkpoints stay, the newest ones (None: all). `details` (JSON) go into the manifest, where find_checkpoint
     returns them. `expected_bytes`, the size of the whole checkpoint, must be free before anything is written.
@@ -64,17 +64,14 @@ Writer = Callable[[Path, Files], None]
 
 
 def write_checkpoint(save: Save, *, ranks: Ranks, write: Writer, meet_timeout_s: float = MEET_TIMEOUT_S) -> Path:
-    """Save root/step-N, point root/latest at it, and delete all but the newest. Collective.
-
-    Stages and seals at once; see there.
-    """
-    files = WriteNow()
+    """Save root/step-N, point root/latest at it, and delete all but the newest: `stage`, then `seal`. Collective."""
+    files = Files()
     stage(save, ranks=ranks, write=write, files=files, meet_timeout_s=meet_timeout_s)
     return seal(save, ranks=ranks, files=files)
 
 
 def stage(save: Save, *, ranks: Ranks, write: Writer, files: Files, meet_timeout_s: float = MEET_TIMEOUT_S) -> None:
-    """The part of a save that goes in step with training: meet, make the staging folder, give the files. Collective.
+    """Do the part of a save that training waits for: meet, make the staging folder, give the files. Collective.
 
     Every rank must call it, with the same step: never under `if rank == 0`. Ranks that do not come within
     `meet_timeout_s` are named in a RanksMissingError. `write(folder, files)` is called on every rank, may use
@@ -97,7 +94,7 @@ def stage(save: Save, *, ranks: Ranks, write: Writer, files: Files, meet_timeout
 
 
 def seal(save: Save, *, ranks: Ranks, files: Files) -> Path:
-    """The part of a save that may come later, in another thread with `ranks` of its own. Collective.
+    """Do the rest of a save, at any later time, also in another thread with `ranks` of its own. Collective.
 
     Writes what waits in `files`, takes sizes and checksums, renames, updates `latest` and deletes the oldest.
 
@@ -110,36 +107,9 @@ def seal(save: Save, *, ranks: Ranks, files: Files) -> Path:
     saved = step_folder(save.root, save.step)
     try:
         on_first(lambda: _settle(save), ranks=ranks)
-    except CheckpointError as error:
+    except (RunError, ValueError) as error:
         raise CheckpointWriteError(f"{saved} is complete, but the folder around it was not updated: {error}") from error
     return saved
-
-
-@contextmanager
-def cleaned_up_after_errors(save: Save, *, ranks: Ranks) -> Iterator[None]:
-    """Turn an error that all ranks alike meet in a save into a CheckpointWriteError, after removing its files.
-
-    Collective, like what stands inside; a CheckpointWriteError has been through this before.
-    """
-    try:
-        yield
-    except CheckpointWriteError:
-        raise
-    except CheckpointError as error:
-        aftermath = on_first(lambda: _clean_up(save), ranks=ranks)
-        raise CheckpointWriteError(
-            f"step-{save.step} could not be saved in {save.root}: {error}. {aftermath}"
-        ) from error
-
-
-def _write_manifest(save: Save, *, ranks: Ranks) -> None:
-    staging = staging_folder(save.root, save.step)
-    sizes_bytes = on_first(lambda: _written_sizes(staging), ranks=ranks)
-    mine = share_of_files(sizes_bytes, rank=ranks.rank, world_size=ranks.world_size)
-    shares = on_every(lambda: {name: record_file(staging / name) for name in mine}, ranks=ranks)
-    records: dict[str, FileRecord] = {name: record for share in shares for name, record in share.items()}
-    manifest = Manifest(step=save.step, files=dict(sorted(records.items())), details=save.details)
-    on_first(lambda: write_manifest(staging, manifest), ranks=ranks)
 
 
 def _open_staging(save: Save) -> None:
@@ -151,6 +121,16 @@ def _open_staging(save: Save) -> None:
     if save.expected_bytes is not None and free < save.expected_bytes:
         raise NotEnoughSpaceError(f"it needs about {save.expected_bytes:,} bytes, but only {free:,} are free")
     staging_folder(save.root, save.step).mkdir(parents=True)
+
+
+def _write_manifest(save: Save, *, ranks: Ranks) -> None:
+    staging = staging_folder(save.root, save.step)
+    sizes_bytes = on_first(lambda: _written_sizes(staging), ranks=ranks)
+    mine = share_of_files(sizes_bytes, rank=ranks.rank, world_size=ranks.world_size)
+    shares = ranks.gather(on_every(lambda: {name: record_file(staging / name) for name in mine}, ranks=ranks))
+    records: dict[str, FileRecord] = {name: record for share in shares for name, record in share.items()}
+    manifest = Manifest(step=save.step, files=dict(sorted(records.items())), details=save.details)
+    on_first(lambda: write_manifest(staging, manifest), ranks=ranks)
 
 
 def _written_sizes(staging: Path) -> dict[str, int]:
@@ -170,8 +150,25 @@ def _settle(save: Save) -> None:
         rotate(save.root, keep=save.keep, written=save.step)
 
 
+@contextmanager
+def cleaned_up_after_errors(save: Save, *, ranks: Ranks) -> Iterator[None]:
+    """Turn an error that all ranks alike meet in a save into a CheckpointWriteError, after removing its files.
+
+    Collective, like the body of the `with`. A CheckpointWriteError passes through, since it was raised here before.
+    """
+    try:
+        yield
+    except CheckpointWriteError:
+        raise
+    except (RunError, ValueError) as error:
+        aftermath = on_first(lambda: _clean_up(save), ranks=ranks)
+        raise CheckpointWriteError(
+            f"step-{save.step} could not be saved in {save.root}: {error}. {aftermath}"
+        ) from error
+
+
 def _clean_up(save: Save) -> str:
-    """Remove what a failed save left, and say in words how things stand."""
+    """Remove what a failed save left; return a sentence on what was removed and what is still there."""
     staging = staging_folder(save.root, save.step)
     written_bytes = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
     free = free_bytes(save.root)

@@ -1,7 +1,7 @@
-"""Go on from a checkpoint in whatever layout: the same numbers in the same places by DeepSpeed, any others cut anew."""
+"""A checkpoint loaded into an engine of any layout: by DeepSpeed where ranks hold what they held, else part by part."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,33 +18,18 @@ from recipe.checkpoint.native import (
     start_moments,
     write_numbers,
 )
-from recipe.checkpoint.open_state import open_training_state
-from recipe.checkpoint.random_states import reseed
-from recipe.checkpoint.rank_files import Counters, read_rank_file
+from recipe.checkpoint.native_files import open_training_state
+from recipe.checkpoint.rank_files import read_rank_file, reseed
 from recipe.checkpoint.training_state import NATIVE_FOLDER, WEIGHT, TrainingState, boxes_between, cut, size_of
 from recipe.engine.engine import Engine
-from recipe.shared.agreement import on_every, on_first
 from recipe.shared.errors import CheckpointBrokenError
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every, on_first
 
 # Details of a checkpoint that decide who holds what; any of them may differ when training goes on.
 LAYOUT = ("dp", "tp", "ep", "zero_stage", "precision")
 
-RankState = dict[str, Any]  # what a training loop kept of a rank
-
-
-class Merge(Protocol):
-    """What group `dp_rank` goes on with, from the rank states of all old groups, one of each in their order."""
-
-    def __call__(self, states: list[RankState], *, dp_rank: int) -> RankState: ...
-
-
-class _Merged(NamedTuple):
-    """What goes to every rank: as much for a thousand old groups as for one."""
-
-    counters: Counters
-    first: RankState  # of the first group
-    other: RankState  # of every other one
+RankState = dict[str, Any]  # what a training loop keeps of a rank
 
 
 def resume_training(
@@ -53,15 +38,14 @@ def resume_training(
     *,
     details: Mapping[str, Any],
     seed: int,
-    merge: Merge,
     ranks: Ranks,
     say: Callable[[str], None],
-) -> RankState:
-    """Put the engine where the checkpoint was; returns what the loop kept of this rank. Collective.
+) -> RankState | None:
+    """Put the engine where the checkpoint was; return what the loop kept of this rank. Collective.
 
     `details` are those of this run's own checkpoints. Where every rank is to hold just what its namesake held,
-    DeepSpeed loads its own files and all goes on bit for bit, random states included. Elsewhere `load_elastic` is used,
-    and one line says so.
+    DeepSpeed loads its own files and all goes on bit for bit, random states included. Otherwise `load_elastic` is used,
+    one line says so, and None is returned: no rank has a namesake, see `old_group_states`.
     """
     difference = _difference(engine, checkpoint, details=details, ranks=ranks)
     if difference is None:
@@ -70,14 +54,21 @@ def resume_training(
         f"resuming {difference}: weights and optimizer state are cut anew, random states start anew from the seed and "
         "the step"
     )
-    return load_elastic(engine, checkpoint, seed=seed, merge=merge, ranks=ranks)
+    load_elastic(engine, checkpoint, seed=seed, ranks=ranks)
+    return None
 
 
-def load_elastic(engine: Engine, checkpoint: Checkpoint, *, seed: int, merge: Merge, ranks: Ranks) -> RankState:
-    """Put weights, moments, counters and the routers' biases into the places of this engine. Collective.
+def old_group_states(checkpoint: Checkpoint) -> list[RankState]:
+    """Return what the loop kept of each data-parallel group that saved, of one rank of each. Not collective."""
+    dp, tp = checkpoint.details["dp"], checkpoint.details["tp"]
+    return [read_rank_file(checkpoint.folder, dp_rank * tp).state for dp_rank in range(dp)]
+
+
+def load_elastic(engine: Engine, checkpoint: Checkpoint, *, seed: int, ranks: Ranks) -> None:
+    """Load weights, moments, counters and the routers' biases into an engine of any layout. Collective.
 
     Every rank reads what it keeps and no more, one kind of one parameter at a time. Random states are seeded by
-    `reseed`. Returns what `merge` makes of the old groups' rank states on rank 0: for the first group or for any other.
+    `reseed`.
 
     Raises on every rank alike: ValueError where parameters are to be trained that were frozen then,
     CheckpointBrokenError or RanksFailedError.
@@ -89,14 +80,6 @@ def load_elastic(engine: Engine, checkpoint: Checkpoint, *, seed: int, merge: Me
         trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
         return sorted(name for name in trained & state.shapes().keys() if len(state.kinds(name)) == 1)
 
-    def put() -> None:
-        put_state(engine, open_training_state(folder, details=details), checkpoint=checkpoint)
-
-    def merge_groups() -> _Merged:
-        files = [read_rank_file(folder, dp_rank * details["tp"]) for dp_rank in range(details["dp"])]
-        states = [file.state for file in files]
-        return _Merged(files[0].counters, first=merge(states, dp_rank=0), other=merge(states, dp_rank=1))
-
     frozen = on_first(find_frozen, ranks=ranks)
     if frozen:
         raise ValueError(
@@ -105,16 +88,16 @@ def load_elastic(engine: Engine, checkpoint: Checkpoint, *, seed: int, merge: Me
             "folder with --model_name_or_path"
         )
     with parts_in_place(engine):
-        on_every(put, ranks=ranks)
-    merged = on_first(merge_groups, ranks=ranks)
-    restore_counters(engine, merged.counters)
+        on_every(
+            lambda: put_state(engine, open_training_state(folder, details=details), checkpoint=checkpoint), ranks=ranks
+        )
+    restore_counters(engine, on_first(lambda: read_rank_file(folder, 0).counters, ranks=ranks))
     reseed(seed, step=checkpoint.step, dp_rank=engine.mesh.dp_rank)
-    return merged.other if engine.mesh.dp_rank else merged.first
 
 
 @torch.no_grad()
 def put_state(engine: Engine, state: TrainingState, *, checkpoint: Checkpoint) -> None:
-    """Put this rank's shards of a state in place; inside `parts_in_place`, not collective otherwise.
+    """Write this rank's shards of a state into its engine; inside `parts_in_place`, not collective otherwise.
 
     Raises CheckpointBrokenError where the state's tensors are not the model's.
     """
@@ -135,14 +118,14 @@ def put_state(engine: Engine, state: TrainingState, *, checkpoint: Checkpoint) -
 
 
 def _read_elements(state: TrainingState, name: str, *, kind: str, shard: Shard, wanted: range) -> Tensor:
-    """Some elements of a shard, flattened; only these are read."""
+    """Read the `wanted` elements of a flattened shard, and no others."""
     boxes = boxes_between(shard.shape, wanted.start, wanted.stop)
     parts = [_read_box(state, name, kind=kind, shard=shard, box=box).flatten() for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
 
 def _read_box(state: TrainingState, name: str, *, kind: str, shard: Shard, box: tuple[tuple[int, int], ...]) -> Tensor:
-    """A part of a shard, given in its own indices. What pads the shard is not in the state, and 0."""
+    """Read a box of a shard, given in the shard's own indices. Padding of the shard is not in the state, and 0."""
     ranges = tuple(cut(held, *wanted) for held, wanted in zip(shard.ranges, box, strict=True))
     shape = tuple(end - start for start, end in box)
     in_state = tuple(size_of(dim) for dim in ranges)
@@ -167,7 +150,7 @@ def _check_tensors(state: TrainingState, shapes: Mapping[str, tuple[int, ...]], 
 
 
 def _difference(engine: Engine, checkpoint: Checkpoint, *, details: Mapping[str, Any], ranks: Ranks) -> str | None:
-    """In words, why DeepSpeed cannot load its files itself; None where it can. Collective."""
+    """Say why DeepSpeed cannot load its files itself; None where it can. Collective."""
     folder, then = checkpoint.folder, checkpoint.details
     if not on_first((folder / NATIVE_FOLDER).is_dir, ranks=ranks):
         return f"whole tensors as {_layout_words(details)}"
@@ -177,7 +160,7 @@ def _difference(engine: Engine, checkpoint: Checkpoint, *, details: Mapping[str,
     def holds_the_same() -> bool:
         return read_rank_file(folder, ranks.rank).partition == describe_partition(engine)
 
-    if all(on_every(holds_the_same, ranks=ranks)):
+    if all(ranks.gather(on_every(holds_the_same, ranks=ranks))):
         return None
     optimizer = on_first(lambda: read_rank_file(folder, 0).partition.optimizer, ranks=ranks)
     now = type(engine.ds.optimizer).__name__

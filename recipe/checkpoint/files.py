@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from recipe.shared.agreement import on_every, on_first
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every, on_first
 
 if TYPE_CHECKING:
     from recipe.checkpoint.snapshot import Snapshot
@@ -17,64 +17,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Files(Protocol):
-    """The files of one rank for one save, given between collectives that every rank has to reach.
+class Files:
+    """The files of one rank for one save, each written when it is given.
 
-    So nothing here raises before `finish` does: after an error the files that follow are left out.
+    They are given between collectives that every rank has to reach. So nothing here raises before `finish` does: after
+    an error the files that follow are left out.
     """
 
-    def write(self, path: Path, action: Callable[[Path], object]) -> None:
-        """Have `action(path)` write a file out of what nobody changes."""
-        ...
-
-    def write_state(self, path: Path, state: T, action: Callable[[T, Path], object]) -> None:
-        """Have `action(state, path)` write `state` as it is now; its tensors may have moved from a GPU to the CPU."""
-        ...
-
-    def then(self, step: Callable[[Ranks], object]) -> None:
-        """Have `step(ranks)` called on every rank once all files of all ranks are written: it may be collective."""
-        ...
-
-    def hold(self) -> None:
-        """All files have been given; from here on training may change what was given to `write_state`."""
-        ...
-
-    def finish(self) -> None:
-        """Write what is not written yet, and raise the first error there was."""
-        ...
-
-    @property
-    def written(self) -> list[Path]:
-        """What has been written so far, in order."""
-        ...
-
-    @property
-    def steps(self) -> list[Callable[[Ranks], object]]:
-        """What `then` was given, in order."""
-        ...
-
-
-class WriteNow:
-    """Writes every file when it is given."""
-
     def __init__(self) -> None:
-        self.steps: list[Callable[[Ranks], object]] = []
-        self.written: list[Path] = []
+        self.written: list[Path] = []  # so far, in order
+        self.steps: list[Callable[[Ranks], object]] = []  # what `then` was given, in order
         self._error: Exception | None = None
 
     def write(self, path: Path, action: Callable[[Path], object]) -> None:
+        """Have `action(path)` write a file whose content nobody changes."""
         self._attempt(partial(self._write, path, action))
 
     def write_state(self, path: Path, state: T, action: Callable[[T, Path], object]) -> None:
+        """Have `action(state, path)` write `state` as it is now; its tensors may have moved from a GPU to the CPU."""
         self.write(path, partial(action, state))
 
     def then(self, step: Callable[[Ranks], object]) -> None:
+        """Have `step(ranks)` called on every rank once all files of all ranks are written: it may be collective."""
         self.steps.append(step)
 
     def hold(self) -> None:
-        return None
+        """Take note that all files have been given: training may change what `write_state` was given from now on."""
 
     def finish(self) -> None:
+        """Write what is not written yet, and raise the first error there was."""
         if self._error is not None:
             raise self._error
 
@@ -91,11 +62,11 @@ class WriteNow:
             self._error = error
 
 
-class WriteLater(WriteNow):
+class WriteLater(Files):
     """Keeps everything in host memory until `finish`, which may run in another thread and never uses the GPU.
 
-    That takes as many bytes as this rank's files have. States from a GPU go into pinned memory, which is not given
-    back before this object goes: letting go of it is work for the GPU, too, so let the thread that trains do it.
+    That takes as many bytes as this rank's files have. States from a GPU are copied into pinned memory, which is freed
+    with this object and not before: freeing it involves the GPU, so drop the last reference in the training thread.
     """
 
     def __init__(self) -> None:
@@ -131,20 +102,20 @@ class WriteLater(WriteNow):
 
 
 def complete(files: Files, *, ranks: Ranks) -> None:
-    """Write and check everything, or raise the same error on every rank. Collective."""
+    """Write all files, check that rank 0 sees them, and take the further steps. Collective; all ranks fail alike."""
 
     def finish() -> list[str]:
         files.finish()
         return list(map(str, files.written))
 
-    by_rank = on_every(finish, ranks=ranks)
-    on_first(lambda: _check_sees(by_rank), ranks=ranks)
+    by_rank = ranks.gather(on_every(finish, ranks=ranks))
+    on_first(lambda: _check_visible(by_rank), ranks=ranks)
     for step in files.steps:
         step(ranks)
 
 
-def _check_sees(by_rank: list[list[str]]) -> None:
-    """Raise unless this rank has what every rank has written: the manifest lists what it finds."""
+def _check_visible(by_rank: list[list[str]]) -> None:
+    """Raise unless this rank sees every file that any rank wrote: the manifest lists the files it finds."""
     paths = {Path(path): rank for rank, written in enumerate(by_rank) for path in written}
     there = {folder: set(os.listdir(folder)) for folder in {path.parent for path in paths}}
     for path, rank in paths.items():

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from recipe.checkpoint.folders import CHECKPOINTS_NAME, StepFolder, list_checkpoints, step_in_name
 from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, read_manifest, share_of_files
-from recipe.shared.agreement import on_every, on_first
 from recipe.shared.errors import CheckpointBrokenError, CheckpointMissingError, NoCompleteCheckpointError
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every, on_first
 
 AUTO = "auto"
 
@@ -22,7 +22,7 @@ class Checkpoint(NamedTuple):
 
 
 def find_checkpoint(root: Path, *, resume: str | None, ranks: Ranks, say: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint that `resume` asks for, or None to start at step 0. Collective; all ranks get the same answer.
+    """Return the checkpoint that `resume` asks for, or None to start at step 0. Collective; the same on all ranks.
 
     None    start afresh
     "auto"  the newest complete checkpoint in `root`; broken ones are named and passed over; with none at all, None
@@ -34,7 +34,7 @@ def find_checkpoint(root: Path, *, resume: str | None, ranks: Ranks, say: Callab
     """
     if resume is None:
         return None
-    say_once = say if ranks.rank == 0 else _say_nothing
+    say_once = say if ranks.rank == 0 else (lambda line: None)
     if resume == AUTO:
         candidates = on_first(lambda: list_checkpoints(root), ranks=ranks)
         if not candidates:
@@ -71,8 +71,8 @@ def verify_checkpoint(folder: Path, *, ranks: Ranks, checksums: bool = True) -> 
 
     manifest = on_first(read, ranks=ranks)
     mine = share_of_files(manifest.sizes_bytes, rank=ranks.rank, world_size=ranks.world_size)
-    shares = on_every(lambda: list(file_faults(folder, manifest, names=mine, checksums=checksums)), ranks=ranks)
-    faults = sorted((fault for share in shares for fault in share), key=lambda fault: fault.file)
+    found = on_every(lambda: list(file_faults(folder, manifest, names=mine, checksums=checksums)), ranks=ranks)
+    faults = sorted((fault for share in ranks.gather(found) for fault in share), key=lambda fault: fault.file)
     if faults:
         more = f" (and {len(faults) - 1} more of its {len(manifest.files)} files are broken)" if faults[1:] else ""
         raise CheckpointBrokenError(faults[0].file, faults[0].reason + more)
@@ -98,7 +98,7 @@ def _newest_complete(
 
 
 def _candidates_at(given: Path) -> list[StepFolder]:
-    """The checkpoints below a path the user gave; empty where the path itself is one."""
+    """Return the checkpoints below a path the user gave; none where the path itself is a checkpoint."""
     if given.is_symlink() and not given.exists():
         raise CheckpointMissingError(f"{given} cannot be resumed from: it links to {given.readlink()}, which is gone")
     if not given.exists():
@@ -109,9 +109,9 @@ def _candidates_at(given: Path) -> list[StepFolder]:
 
 
 def checkpoints_below(folder: Path, *, purpose: str) -> list[StepFolder]:
-    """The checkpoints in a folder of them or in a run folder; empty where the folder itself is one.
+    """Return the checkpoints in a folder of them or in a run folder; none where the folder itself is a checkpoint.
 
-    CheckpointMissingError, that it cannot be what `purpose` says, where there is none.
+    CheckpointMissingError, "cannot be" followed by `purpose`, where there is none.
     """
     if (folder / MANIFEST_NAME).exists() or step_in_name(folder.resolve()) is not None:
         return []
@@ -121,7 +121,3 @@ def checkpoints_below(folder: Path, *, purpose: str) -> list[StepFolder]:
             f"{folder} cannot be {purpose}: it holds neither {MANIFEST_NAME} nor any step-N folder"
         )
     return found
-
-
-def _say_nothing(line: str) -> None:
-    return None

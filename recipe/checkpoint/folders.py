@@ -5,7 +5,7 @@ A run can die between any two of these renames: what it leaves is either valid o
 step-20/             a checkpoint; it appears under this name only when complete
 latest -> step-20    a relative link, replaced in one rename
 .staging-step-30/    a checkpoint being written
-.replaced-step-20/   the step-20 that a new step-20 is taking the place of
+.replaced-step-20/   the step-20 that a new step-20 replaces
 .discarded-step-10/  a checkpoint being deleted
 """
 
@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, flush_folder, read_manifest
-from recipe.shared.errors import CheckpointBrokenError
+from recipe.shared.errors import CheckpointBrokenError, NotEnoughSpaceError
+from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_first
+from recipe.shared.units import exact_size
 
 CHECKPOINTS_NAME = "checkpoints"  # the folder of checkpoints in a run folder
 LATEST = "latest"
+WAYS_OUT = "free some space, keep fewer checkpoints or choose another output folder"
 _NEXT_LATEST = ".next-latest"
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 
@@ -40,13 +44,13 @@ def staging_folder(root: Path, step: int) -> Path:
 
 
 def step_in_name(path: Path) -> int | None:
-    """The N of a folder named step-N, None for any other name."""
+    """Return the N of a folder named step-N, None for any other name."""
     match = _STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(root: Path) -> list[StepFolder]:
-    """Every step-N folder in `root`, broken ones too, by rising step number; empty where `root` does not exist."""
+    """Return every step-N folder in `root`, broken ones too, by rising step number; none without a `root`."""
     if not root.is_dir():
         return []
     found = [(step_in_name(path), path) for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
@@ -54,7 +58,7 @@ def list_checkpoints(root: Path) -> list[StepFolder]:
 
 
 def tidy(root: Path) -> None:
-    """Finish or undo what was left half done. For the run that owns `root`, between saves: it removes staging."""
+    """Finish or undo what was left half done. For the run that owns `root`, between saves: staging folders go, too."""
     if not root.is_dir():
         return
     for path in root.glob(".replaced-step-*"):
@@ -90,7 +94,7 @@ def point_latest(root: Path, step: int) -> None:
 
 
 def path_of_step(root: Path, step: int) -> Path:
-    """Where to find this step: by `latest` where that leads there, else by its own name."""
+    """Return the path of this step: `latest` where that leads there, else its own name."""
     latest, own = root / LATEST, step_folder(root, step)
     return latest if latest.resolve() == own.resolve() else own
 
@@ -106,8 +110,8 @@ def rotate(root: Path, *, keep: int, written: int) -> list[int]:
     """Delete all but the newest `keep` checkpoints and return the steps of the deleted.
 
     Newest by step number, whatever the names sort like and whenever the folders were touched. The step just `written`
-    stays in any case, and so does everything newer. A checkpoint with a file missing or cut short is not counted among
-    the `keep`; a step folder without a manifest was not made here and is left alone.
+    stays in any case, and so does everything newer. A checkpoint with a file missing or cut short does not count as one
+    of the `keep`; a step folder without a manifest was not made here and is left alone.
     """
     ours = [folder for folder in list_checkpoints(root) if (folder.path / MANIFEST_NAME).is_file()]
     kept = [folder.step for folder in ours if _looks_whole(folder.path)][-keep:]
@@ -118,9 +122,34 @@ def rotate(root: Path, *, keep: int, written: int) -> list[int]:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Every file is there with its size; contents are not read, so that this is cheap after every save."""
+    """Return whether every file is there with its size. Contents are not read, so this is cheap after every save."""
     try:
         manifest: Manifest = read_manifest(path)
     except CheckpointBrokenError:
         return False
     return next(file_faults(path, manifest, names=list(manifest.files), checksums=False), None) is None
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes on the disk of `path`, which need not exist yet."""
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+    return shutil.disk_usage(existing).free
+
+
+def check_free_space(
+    path: Path, *, needed_bytes: int, ranks: Ranks, freed_bytes: int = 0, detail: str = "", ways_out: str = WAYS_OUT
+) -> int:
+    """Raise NotEnoughSpaceError on every rank unless `needed_bytes` are free; return the free bytes. Collective.
+
+    `freed_bytes`, as the first rank counts them, are added to what is free now. The error shows `detail` beside the
+    needed bytes, and ends with `ways_out`. A quota that the file system does not report as free space shows only when
+    it is hit.
+    """
+    free = on_first(lambda: free_bytes(path) + freed_bytes, ranks=ranks)
+    if free < needed_bytes:
+        included = f", the {freed_bytes:,} of the run that is overwritten included" if freed_bytes else ""
+        raise NotEnoughSpaceError(
+            f"checkpoints in {path} need about {exact_size(needed_bytes, detail=detail)}, but "
+            f"only {exact_size(free)} are free{included}; {ways_out}"
+        )
+    return free

@@ -1,16 +1,16 @@
 """What a checkpoint is and whether it is sound, from its manifest and files; torch is loaded only to look at values."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipe.checkpoint.details import sizes_in
+from modeling.spec import NEEDED, ModelSizes, spec_of
 from recipe.checkpoint.find import checkpoints_below
 from recipe.checkpoint.folders import StepFolder, step_in_name
 from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, read_manifest
-from recipe.checkpoint.progress import byte_bar
 from recipe.shared.errors import (
     CheckpointBrokenError,
     CheckpointError,
@@ -18,17 +18,24 @@ from recipe.shared.errors import (
     NoCompleteCheckpointError,
 )
 from recipe.shared.flops import count_parameters
+from recipe.shared.units import byte_bar, size
+
+if TYPE_CHECKING:
+    import torch
+
+    from recipe.checkpoint.training_state import TrainingState
 
 HF_CONFIG = "hf/config.json"
-UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 MANY_FAULTS = 10  # more are counted only
+MODEL_PREFIX = "model."  # of the model's settings in the details
+PIECE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A checkpoint in a folder of them. `faults` is empty where it is complete.
+    """One of the checkpoints in a folder. `faults` is empty where it is complete.
 
-    `checksums` as in Inspection: the contents of those that are newer than the one looked into have been compared, too.
+    `checksums` is true where contents were compared, not only sizes: of the one inspected and of newer ones.
     """
 
     folder: Path
@@ -41,7 +48,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """All there is to say of a checkpoint.
+    """Everything that is said of the checkpoint inspected.
 
     form         "native" (DeepSpeed's files, of one layout) or "whole" (of none)
     details      what the run stored with it
@@ -49,7 +56,7 @@ class Inspection:
     hf           model_type and dtype of hf/; None where it is absent or broken
     parts_bytes  sizes of the folders and files at the top
     checksums    contents were compared, not only sizes
-    values       per kind of tensor, see values.py; None where it was not asked for
+    values       a Values per kind of tensor, as a dictionary; None where it was not asked for
     """
 
     folder: Path
@@ -66,7 +73,7 @@ class Inspection:
 
 
 class Inspected(NamedTuple):
-    """What a path holds: the checkpoints, all about the one looked into, and the error to end with, if any."""
+    """The result of inspecting a path: its checkpoints, the one inspected, and the error to end with, if any."""
 
     checkpoints: list[Summary]
     inspection: Inspection | None
@@ -74,7 +81,7 @@ class Inspected(NamedTuple):
 
 
 def inspect_path(given: Path, *, checksums: bool, values: bool) -> Inspected:
-    """Look into a checkpoint, or, of a run folder or folder of checkpoints, into the newest complete one.
+    """Inspect a checkpoint, or, of a run folder or folder of checkpoints, the newest complete one.
 
     Raises CheckpointMissingError where there is none, CheckpointBrokenError where its manifest cannot be read.
     """
@@ -96,7 +103,7 @@ def inspect_path(given: Path, *, checksums: bool, values: bool) -> Inspected:
 
 
 def inspect_checkpoint(folder: Path, *, checksums: bool, values: bool) -> Inspection:
-    """Compare a checkpoint with its manifest; where it is sound and `values` are wanted, look at all its numbers."""
+    """Compare a checkpoint with its manifest; where it is sound and `values` are wanted, read all its numbers."""
     manifest = read_manifest(folder)
     faults = list(_faults(folder, manifest, checksums=checksums))
     hf, config = None, folder / HF_CONFIG
@@ -122,7 +129,7 @@ def inspect_checkpoint(folder: Path, *, checksums: bool, values: bool) -> Inspec
 
 
 def as_json(inspected: Inspected) -> str:
-    """One object: the checkpoints, those passed over, the one looked into, and the error in words."""
+    """Return a JSON object: the checkpoints, those passed over, the one inspected, and the error in words."""
     checkpoints, inspection, error = inspected
     content = {
         "checkpoints": [asdict(checkpoint) for checkpoint in checkpoints],
@@ -134,7 +141,7 @@ def as_json(inspected: Inspected) -> str:
 
 
 def describe(inspected: Inspected) -> Iterator[str]:
-    """The lines that the command prints."""
+    """Yield the lines that the command prints."""
     if inspected.checkpoints:
         yield f"{'step':>9}  {'layout':<22}  {'ZeRO':>4}  {'form':<6}  {'tokens':>17}  {'size':>11}  state"
         yield from map(_table_line, inspected.checkpoints)
@@ -145,7 +152,7 @@ def describe(inspected: Inspected) -> Iterator[str]:
 
 
 def _passed_over(inspected: Inspected) -> Iterator[str]:
-    """Why the checkpoints that are newer than the one looked into were not looked into."""
+    """Yield why checkpoints that are newer than the one inspected were passed over."""
     if inspected.inspection is not None:
         for checkpoint in inspected.checkpoints:
             if checkpoint.step > inspected.inspection.step:
@@ -160,7 +167,7 @@ def _table_line(checkpoint: Summary) -> str:
     return (
         f"{checkpoint.step:>9}  {_layout(details):<22}  {details.get('zero_stage', '-'):>4}  "
         f"{details.get('format', 'native'):<6}  {_count(details.get('tokens')):>17}  "
-        f"{_size(checkpoint.num_bytes):>11}  {state}"
+        f"{size(checkpoint.num_bytes):>11}  {state}"
     )
 
 
@@ -182,7 +189,7 @@ def _describe_one(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "model", f"{total:,} parameters, {active:,} active per token"
     if found.hf is not None:
         yield "hf/", f"{found.hf['model_type']} in {found.hf['dtype']}"
-    yield "sizes", ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in found.parts_bytes.items())
+    yield "sizes", ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in found.parts_bytes.items())
     compared = "sizes and SHA-256 checksums" if found.checksums else "sizes (contents not compared)"
     if not found.faults:
         yield "health", f"complete: {compared} of {found.num_files} files are as the manifest says"
@@ -199,7 +206,7 @@ def _describe_one(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _checkpoints_at(given: Path) -> list[StepFolder]:
-    """The checkpoints below a path; empty where the path itself is one."""
+    """Return the checkpoints below a path; none where the path itself is a checkpoint."""
     if not given.is_dir():
         raise CheckpointMissingError(f"{given} cannot be inspected: it is no folder")
     return checkpoints_below(given, purpose="inspected")
@@ -221,7 +228,7 @@ def _summarise(folder: StepFolder) -> Summary:
 
 
 def _faults(folder: Path, manifest: Manifest, *, checksums: bool) -> Iterator[CheckpointBrokenError]:
-    """What is wrong with a checkpoint whose manifest can be read; with a progress bar where contents are read."""
+    """Yield what is wrong with a checkpoint whose manifest can be read; with a progress bar where contents are read."""
     if step_in_name(folder) not in (None, manifest.step):
         yield CheckpointBrokenError(folder / MANIFEST_NAME, f"is of step {manifest.step}, not of {folder.name}")
     with byte_bar("checking", num_bytes=sum(manifest.sizes_bytes.values()), show=checksums) as bar:
@@ -248,11 +255,65 @@ def _read_hf(path: Path) -> dict[str, Any]:
 
 
 def _read_values(folder: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
-    from recipe.checkpoint.open_state import open_training_state
-    from recipe.checkpoint.values import scan_values
+    from recipe.checkpoint.native_files import open_training_state
 
     scanned = scan_values(open_training_state(folder, details=manifest.details))
     return {kind: values._asdict() for kind, values in scanned.items()}
+
+
+class Values(NamedTuple):
+    """Statistics over all tensors of a kind; norm, min and max of the finite numbers, 0, inf and -inf without any."""
+
+    num_tensors: int
+    num_elements: int
+    num_not_finite: int
+    norm: float
+    min: float
+    max: float
+
+
+def scan_values(state: "TrainingState", *, piece_bytes: int = PIECE_BYTES) -> dict[str, Values]:
+    """Read every number of a state, a piece at a time; return the statistics by kind of tensor."""
+    from recipe.checkpoint.training_state import entries_of, read_pieces
+
+    found: dict[str, list[Values]] = {}
+    entries = entries_of(state)
+    with byte_bar("reading", num_bytes=sum(entry.num_bytes for entry in entries)) as bar:
+        for entry in entries:
+            for number, piece in enumerate(read_pieces(state, entry, piece_bytes=piece_bytes)):
+                found.setdefault(entry.kind, []).append(_values_of(piece, starts_a_tensor=number == 0))
+                bar.update(piece.nbytes)
+    return {kind: _together(parts) for kind, parts in found.items()}
+
+
+def _values_of(piece: "torch.Tensor", *, starts_a_tensor: bool) -> Values:
+    finite = piece[piece.isfinite()]
+    nothing = finite.numel() == 0
+    return Values(
+        num_tensors=int(starts_a_tensor),
+        num_elements=piece.numel(),
+        num_not_finite=piece.numel() - finite.numel(),
+        norm=finite.double().norm().item(),
+        min=math.inf if nothing else finite.min().item(),
+        max=-math.inf if nothing else finite.max().item(),
+    )
+
+
+def _together(parts: list[Values]) -> Values:
+    return Values(
+        num_tensors=sum(part.num_tensors for part in parts),
+        num_elements=sum(part.num_elements for part in parts),
+        num_not_finite=sum(part.num_not_finite for part in parts),
+        norm=math.hypot(*(part.norm for part in parts)),
+        min=min(part.min for part in parts),
+        max=max(part.max for part in parts),
+    )
+
+
+def sizes_in(details: Mapping[str, Any]) -> ModelSizes | None:
+    """Return the sizes of the model from a checkpoint's details; None where another program wrote them."""
+    model = {name.removeprefix(MODEL_PREFIX): value for name, value in details.items() if name.startswith(MODEL_PREFIX)}
+    return spec_of(model).sizes if model.keys() >= set(NEEDED) else None
 
 
 def _layout(details: Mapping[str, Any]) -> str:
@@ -261,11 +322,3 @@ def _layout(details: Mapping[str, Any]) -> str:
 
 def _count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "?"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in UNITS:
-        if num_bytes < 1024 or unit == UNITS[-1]:
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:,.0f} {unit}" if unit == UNITS[0] else f"{num_bytes:,.1f} {unit}"

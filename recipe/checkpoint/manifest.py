@@ -17,7 +17,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What a file must look like."""
+    """Size and checksum that a file must have."""
 
     size_bytes: int
     sha256: str  # hexadecimal, as the sha256sum command prints it
@@ -25,7 +25,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """All files of a checkpoint, and what its writer says of it."""
 
     step: int
     files: dict[str, FileRecord]  # by path relative to the checkpoint's folder, with forward slashes
@@ -37,7 +37,7 @@ class Manifest:
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """The size in bytes of every file below `folder`, by relative path, sorted. ValueError for a link or a device."""
+    """Return the bytes of every file below `folder` by relative path, sorted. ValueError for a link or a device."""
     sizes = {}
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
@@ -50,7 +50,7 @@ def file_sizes(folder: Path) -> dict[str, int]:
 
 
 def share_of_files(sizes_bytes: dict[str, int], *, rank: int, world_size: int) -> list[str]:
-    """This rank's share of the files, so that all ranks read about as many bytes and every file has one reader."""
+    """Return this rank's share of the files: all ranks read about as many bytes, and every file has one reader."""
     loads_bytes = [0] * world_size
     mine = []
     for name in sorted(sizes_bytes, key=lambda name: (-sizes_bytes[name], name)):
@@ -102,7 +102,7 @@ def read_manifest(folder: Path) -> Manifest:
 def file_faults(
     folder: Path, manifest: Manifest, *, names: list[str], checksums: bool
 ) -> Iterator[CheckpointBrokenError]:
-    """What is wrong with these files of a checkpoint; with `checksums` off, existence and size alone are compared."""
+    """Yield what is wrong with these files of a checkpoint; without `checksums` only existence and size count."""
     for name in names:
         path, record = folder / name, manifest.files[name]
         if not path.is_file():

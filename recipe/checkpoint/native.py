@@ -1,5 +1,6 @@
-"""DeepSpeed's own files inside a checkpoint, and what its optimizer holds of each parameter, read and replaced."""
+"""What DeepSpeed's engine holds: saved to its own files, loaded, read, replaced, and compared among the ranks."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,30 +18,33 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from modeling.init import stored_tensors
-from recipe.checkpoint.files import Files, WriteNow
-from recipe.checkpoint.random_states import random_states, restore_random_states
+from modeling.init import full_shapes, shard_table, stored_tensors
+from recipe.checkpoint.files import Files
 from recipe.checkpoint.rank_files import (
     FOLDER,
     Counters,
     Partition,
-    Place,
+    Position,
     RankFile,
+    random_states,
     rank_path,
     read_rank_file,
+    restore_random_states,
     to_content,
 )
+from recipe.checkpoint.tensor_file import bytes_of
 from recipe.checkpoint.training_state import KINDS, MOMENTS, NATIVE_FOLDER, WEIGHT
 from recipe.engine.engine import Engine
+from recipe.shared.ranks import Ranks
 
 OPTIMIZER_SETTINGS = ("betas", "eps", "weight_decay")
 
 
-class _Diverted:
-    """DeepSpeed's checkpoint engine, its files given to `files`, which raise nothing before the save is over.
+class _CheckpointEngine:
+    """DeepSpeed's checkpoint engine with its files given to `files`, which raise nothing before the save is over.
 
-    DeepSpeed's save has barriers behind its writes: a rank that raised at once, on a full disk say, would leave the
-    others waiting there.
+    DeepSpeed's save has barriers after its writes: a rank that raised at once, on a full disk for example, would leave
+    the others waiting there.
     """
 
     def __init__(self, inner: Any, files: Files) -> None:
@@ -56,12 +60,12 @@ class _Diverted:
 def save_native(engine: Engine, folder: Path, *, rank_state: dict[str, Any], files: Files | None = None) -> None:
     """Write weights, optimizer state, this rank's random states and `rank_state` below `folder`. Collective.
 
-    By way of `files` where they are given, else before this returns.
+    Everything is given to `files`; without them it is written when this returns.
     """
-    sink = WriteNow() if files is None else files
+    sink = Files() if files is None else files
     ds = engine.ds
     inner, copy_scripts = ds.checkpoint_engine, ds._copy_recovery_script
-    ds.checkpoint_engine = _Diverted(inner, sink)
+    ds.checkpoint_engine = _CheckpointEngine(inner, sink)
     ds._copy_recovery_script = lambda folder: sink.write(Path(folder), lambda path: copy_scripts(str(path)))
     try:
         ds.save_checkpoint(str(folder), tag=NATIVE_FOLDER, save_latest=False)
@@ -86,7 +90,7 @@ def save_native(engine: Engine, folder: Path, *, rank_state: dict[str, Any], fil
 
 
 def load_native(engine: Engine, folder: Path) -> dict[str, Any]:
-    """Put back what `save_native` wrote, for the same partition of the model; returns its `rank_state`. Collective.
+    """Put back what `save_native` wrote for the same partition of the model; return its `rank_state`. Collective.
 
     Raises RuntimeError where DeepSpeed finds nothing to load, which it reports by a warning only.
     """
@@ -94,7 +98,7 @@ def load_native(engine: Engine, folder: Path) -> dict[str, Any]:
     path, _ = engine.ds.load_checkpoint(str(folder), tag=NATIVE_FOLDER, load_module_strict=True)
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / NATIVE_FOLDER}")
-    # DeepSpeed brings back the settings of the run that saved, too; those of this run hold.
+    # DeepSpeed also restores the settings of the run that saved; this run's own hold.
     for group, settings in zip(engine.ds.optimizer.param_groups, wanted, strict=True):
         group.update(settings)
     if hasattr(engine.ds.optimizer, "clip_grad"):
@@ -106,7 +110,7 @@ def load_native(engine: Engine, folder: Path) -> dict[str, Any]:
 
 
 def restore_counters(engine: Engine, counters: Counters) -> None:
-    """What else a load by DeepSpeed brings back, for a load that is not its own."""
+    """Set the counters that a load by DeepSpeed would set."""
     engine.ds.global_steps = counters.global_steps
     engine.ds.global_samples = counters.global_samples
     engine.ds.skipped_steps = counters.skipped_steps
@@ -114,9 +118,9 @@ def restore_counters(engine: Engine, counters: Counters) -> None:
 
 
 def full_precision_shard(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard of a parameter under the engine, from the optimizer's float32 copy. Collective over dp.
+    """Return this rank's shard of a parameter under the engine, from the optimizer's float32 copy. Collective over dp.
 
-    There is none where ZeRO 0 trains in float32, nor of what is frozen: the parameter itself is all there is.
+    Where ZeRO 0 trains in float32, and of frozen parameters, there is no such copy, and the parameter is returned.
     """
     master = safe_get_full_fp32_param(parameter)
     if master is not None:
@@ -128,42 +132,42 @@ def full_precision_shard(parameter: nn.Parameter) -> Tensor:
 
 
 def describe_partition(engine: Engine) -> Partition:
-    """Where the optimizer has the numbers of each parameter."""
+    """Return where the optimizer holds the numbers of each parameter."""
     tensors = stored_tensors(engine.model)
     shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in tensors.items()}
     held = ((name, p) for name, p in engine.model.named_parameters() if p.requires_grad)
-    places = _places(engine)
+    positions = _positions(engine)
     return Partition(
         optimizer=type(engine.ds.optimizer).__name__,
         shapes=shapes,
-        places={name: places[id(parameter)] for name, parameter in held},
+        positions={name: positions[id(parameter)] for name, parameter in held},
     )
 
 
-def _places(engine: Engine) -> dict[int, Place]:
-    """Of all that the optimizer trains, by the id of the parameter."""
+def _positions(engine: Engine) -> dict[int, Position]:
+    """Return the position of every parameter that the optimizer trains, by the parameter's id."""
     optimizer = engine.ds.optimizer
     if engine.zero_stage == 0:
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return {id(p): Place(number, 0, p.numel(), 0) for number, p in enumerate(held)}
+        return {id(p): Position(number, 0, p.numel(), 0) for number, p in enumerate(held)}
     if engine.zero_stage == 3:
         trained = [p for p in engine.model.parameters() if p.requires_grad]
         found = {id(p): optimizer.grad_position[optimizer.get_param_id(p)] for p in trained}
-        return {key: Place(group, start, width, 0) for key, (group, start, width) in found.items()}
-    places = {}
+        return {key: Position(group, start, width, 0) for key, (group, start, width) in found.items()}
+    positions = {}
     for number, group in enumerate(_flat_groups(engine)):
         width = group.whole.numel() // engine.mesh.layout.dp
         for parameter in group.parameters:
             # DeepSpeed makes all parameters views of one tensor, which the ranks share in equal parts.
             start = (parameter.data_ptr() - group.whole.data_ptr()) // group.whole.element_size()
             assert _is_at(start, parameter, width=width, dp_rank=engine.mesh.dp_rank)
-            places[id(parameter)] = Place(number, 0, width, -start)
-    return places
+            positions[id(parameter)] = Position(number, 0, width, -start)
+    return positions
 
 
 def _is_at(start: int, parameter: Any, *, width: int, dp_rank: int) -> bool:
-    """Whether DeepSpeed has this rank's part of a parameter, if there is one, where the parameter's place says."""
-    piece = Place(0, 0, width, -start).piece(dp_rank, numel=parameter.numel())
+    """Return whether DeepSpeed has this rank's part of a parameter, if there is one, at that start."""
+    piece = Position(0, 0, width, -start).piece(dp_rank, numel=parameter.numel())
     fragment = parameter._hp_mapping
     if fragment is None:
         return piece.numel == 0
@@ -187,9 +191,9 @@ def start_moments(engine: Engine, *, step: float) -> None:
 
 
 def link_moments(engine: Engine) -> None:
-    """Let DeepSpeed find the moments of all parameters (stages 1 and 2); by itself it does so in a step.
+    """Let DeepSpeed find the moments of all parameters (stages 1 and 2).
 
-    And then only those of the first group of parameters, since it does so after that group's step.
+    DeepSpeed links them in an optimizer step, and only those of the first parameter group.
     """
     if engine.zero_stage in (1, 2):
         for group in _flat_groups(engine):
@@ -197,7 +201,7 @@ def link_moments(engine: Engine) -> None:
 
 
 class _FlatGroup(NamedTuple):
-    """A group of the optimizer's parameters under ZeRO 1 and 2: all of it in one tensor, and this rank's part of it."""
+    """A parameter group under ZeRO 1 and 2: all of it in one flat tensor, and this rank's part of that."""
 
     parameters: list[nn.Parameter]
     whole: Tensor
@@ -214,7 +218,7 @@ def _flat_groups(engine: Engine) -> list[_FlatGroup]:
 
 @contextmanager
 def parts_in_place(engine: Engine) -> Iterator[None]:
-    """Where `write_numbers` may be used. Collective: ZeRO-3 lays all parameters down in parts before, gathers after."""
+    """Allow `write_numbers` inside. Collective: ZeRO-3 partitions all parameters before and gathers them after."""
     if engine.zero_stage == 3:
         engine.ds.optimizer.checkpoint_event_prologue()
     yield
@@ -223,10 +227,10 @@ def parts_in_place(engine: Engine) -> Iterator[None]:
 
 
 def kept(engine: Engine, parameter: Any, *, kind: str) -> range:
-    """Which elements of this rank's shard of a parameter, flattened, this rank keeps of one of the KINDS."""
+    """Return which elements of its flattened shard of a parameter this rank keeps of one of the KINDS."""
     if engine.zero_stage == 3:
         width = parameter.ds_tensor.numel()
-        piece = Place(0, 0, width, 0).piece(engine.mesh.dp_rank, numel=parameter.ds_numel)
+        piece = Position(0, 0, width, 0).piece(engine.mesh.dp_rank, numel=parameter.ds_numel)
         return range(piece.offset, piece.offset + piece.numel)
     if kind == WEIGHT or engine.zero_stage == 0:
         return range(parameter.numel())
@@ -239,8 +243,8 @@ def kept(engine: Engine, parameter: Any, *, kind: str) -> range:
 def write_numbers(engine: Engine, parameter: Any, value: Tensor, *, kind: str) -> None:
     """Replace one of the KINDS of a parameter: its weight, for the forward and the optimizer alike, or a moment.
 
-    `value` is what is `kept` of it, flat; of a frozen parameter there is but the weight. Not collective; the moments of
-    stages 1 and 2 must have been linked.
+    `value` is flat and has the elements that `kept` returns; a frozen parameter has a weight only. Not collective; the
+    moments of stages 1 and 2 must have been linked.
     """
     trained = parameter.requires_grad
     if engine.zero_stage == 3:
@@ -263,7 +267,7 @@ def write_numbers(engine: Engine, parameter: Any, value: Tensor, *, kind: str) -
 
 
 def read_training_state(engine: Engine, parameter: nn.Parameter) -> list[Tensor]:
-    """Copies of this rank's shard of a parameter's KINDS, in float32 at least; of a frozen one there is but the weight.
+    """Copy this rank's shard of a parameter's KINDS, in float32 at least; of a frozen one the weight only.
 
     Collective over dp; after `link_moments`.
     """
@@ -277,7 +281,37 @@ def read_training_state(engine: Engine, parameter: nn.Parameter) -> list[Tensor]
 
 
 def write_training_state(engine: Engine, parameter: nn.Parameter, state: list[Tensor]) -> None:
-    """Put back what `read_training_state` gave, changed; inside `parts_in_place`."""
+    """Replace what `read_training_state` returned; inside `parts_in_place`."""
     for kind, value in zip(KINDS, state, strict=False):
         own = kept(engine, parameter, kind=kind)
         write_numbers(engine, parameter, value.flatten()[own.start : own.stop], kind=kind)
+
+
+def check_replicas(engine: Engine, ranks: Ranks) -> None:
+    """Compare a hash of every parameter and router's bias among all ranks that hold the same part of it, bit for bit.
+
+    `ranks` is the whole world. Up to ZeRO-2 the hash is of the numbers that the forward uses. Under ZeRO-3 it is of the
+    optimizer's copy, which is gathered over dp first, one parameter at a time, so only ranks of one group are compared.
+    Moves every parameter to the host once.
+
+    Raises RuntimeError on every rank alike, naming the first parameter that differs and which ranks agree.
+    """
+    model, mesh = engine.model, engine.mesh
+    digests = {}
+    for name, tensor in stored_tensors(model).items():
+        if engine.zero_stage == 3 and isinstance(tensor, nn.Parameter):
+            tensor = full_precision_shard(tensor)
+        digests[name] = hashlib.blake2b(bytes_of(tensor.cpu()), digest_size=16).hexdigest()
+    by_rank = ranks.gather(digests)
+    table = shard_table(model.config, mesh)
+    for name, shape in full_shapes(model, config=model.config, table=table).items():
+        holders: dict[object, dict[str, list[int]]] = {}
+        for rank, its_digests in enumerate(by_rank):
+            part = table.shard(name, shape, group_rank=rank % mesh.layout.tp).ranges
+            holders.setdefault(part, {}).setdefault(its_digests[name], []).append(rank)
+        for same_part in holders.values():
+            if len(same_part) > 1:
+                raise RuntimeError(
+                    f"ranks that must hold the same numbers do not: the tensor {name!r} differs between "
+                    f"{' and '.join(f'ranks {some}' for some in same_part.values())}; go back to the last checkpoint"
+                )

@@ -1,6 +1,7 @@
-"""DeepSpeed's own files of a checkpoint, read as whole tensors: any part, on any machine, without an engine.
+"""A checkpoint's training state opened in either form, and DeepSpeed's own files read as whole tensors.
 
-Only files that hold some of the asked part are opened, mapped into memory; nothing else of them is touched.
+Any part of a tensor is read, on any machine, without an engine. Only files that hold some of the part are opened and
+mapped into memory; other pages of them are not read.
 """
 
 import math
@@ -15,17 +16,32 @@ from torch import Tensor
 
 from modeling.layout import ParallelLayout
 from modeling.shard_table import Ranges, ShardTable
-from recipe.checkpoint.rank_files import Partition, Place, rank_path, read_rank_file
+from recipe.checkpoint.rank_files import Partition, Position, rank_path, read_rank_file
 from recipe.checkpoint.training_state import (
     KINDS,
     NATIVE_FOLDER,
     WEIGHT,
+    WHOLE_FOLDER,
     Overlap,
+    TrainingState,
     copy_run,
     empty_part,
     overlaps,
 )
+from recipe.checkpoint.whole import WholeTensors
 from recipe.shared.errors import CheckpointBrokenError
+
+
+def open_training_state(folder: Path, *, details: Mapping[str, Any]) -> TrainingState:
+    """Open the state in a checkpoint's folder, in DeepSpeed's files or whole tensors; `details` are its manifest's.
+
+    Needs no process group and no engine. Raises CheckpointBrokenError where neither form is there.
+    """
+    if (folder / NATIVE_FOLDER).is_dir():
+        return NativeFiles(folder, details=details)
+    if (folder / WHOLE_FOLDER).is_dir():
+        return WholeTensors(folder / WHOLE_FOLDER)
+    raise CheckpointBrokenError(folder, f"holds neither {NATIVE_FOLDER}/ nor {WHOLE_FOLDER}/")
 
 
 class _Run(NamedTuple):
@@ -38,7 +54,7 @@ class _Run(NamedTuple):
 class NativeFiles:
     """The TrainingState in a checkpoint's deepspeed/ and ranks/.
 
-    A parameter's numbers are found by the places that ranks noted when they saved (recipe/checkpoint/rank_files.py).
+    A parameter's numbers are found by the positions that ranks noted when they saved (recipe/checkpoint/rank_files.py).
     """
 
     def __init__(self, folder: Path, *, details: Mapping[str, Any]) -> None:
@@ -52,7 +68,7 @@ class NativeFiles:
         file = read_rank_file(folder, 0)
         first, self._counters = file.partition, file.counters
         self._partitions = {0: first}
-        self._trained = first.places.keys()
+        self._trained = first.positions.keys()
         self._shapes = {
             name: self._table.full_shape(name, tuple(shape), vocab_size=details["model.vocab_size"])
             for name, shape in first.shapes.items()
@@ -60,16 +76,14 @@ class NativeFiles:
         self.num_bytes = 0
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """As TrainingState."""
         return self._shapes
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """As TrainingState."""
         return KINDS if name in self._trained else (WEIGHT,)
 
     @cached_property
     def step(self) -> float:
-        """AdamW's step counter.
+        """Return AdamW's step counter.
 
         CheckpointBrokenError where it is not the same for all parameters, or missing though the run took steps.
         """
@@ -84,7 +98,7 @@ class NativeFiles:
         return steps.pop() if steps else 0.0
 
     def read(self, name: str, *, kind: str, ranges: tuple[Ranges, ...]) -> Tensor:
-        """As TrainingState; holds nothing but the result."""
+        """Read a part into memory of its own, the only memory that this takes."""
         part = empty_part(ranges)
         found = 0
         for group_rank in range(self._layout.tp):
@@ -103,7 +117,7 @@ class NativeFiles:
     def _fill(
         self, target: Tensor, name: str, *, kind: str, group_rank: int, shape: tuple[int, ...], box: Sequence[Overlap]
     ) -> None:
-        """Read a part of an old rank's shard of `shape`."""
+        """Read the box of an old rank's shard of `shape`."""
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         begin = sum(dim.source * stride for dim, stride in zip(box, strides, strict=True))
         end = sum((dim.source + dim.width - 1) * stride for dim, stride in zip(box, strides, strict=True)) + 1
@@ -115,49 +129,49 @@ class NativeFiles:
             raise CheckpointBrokenError(where, reason)
 
     def _runs(self, name: str, *, kind: str, group_rank: int, numel: int, wanted: range) -> Iterator[_Run]:
-        """Where the `wanted` ones of the `numel` elements of a rank's shard are; files of others are not opened."""
-        place = self._place(name, group_rank=group_rank, numel=numel)
-        if place is None:
+        """Yield the `wanted` ones of the `numel` elements of a rank's shard; files that hold none are not opened."""
+        position = self._position(name, group_rank=group_rank, numel=numel)
+        if position is None:
             numbers = self._replicated(name, kind=kind, group_rank=group_rank)
             yield _Run(_zeros(numel) if numbers is None else numbers.reshape(-1), 0)
             return
-        for dp_rank in place.holders(wanted.start, wanted.stop, dp=self._layout.dp):
-            piece = place.piece(dp_rank, numel=numel)
+        for dp_rank in position.holders(wanted.start, wanted.stop, dp=self._layout.dp):
+            piece = position.piece(dp_rank, numel=numel)
             if name in self._trained:
-                flat = self._flat(place.group, kind=kind, dp_rank=dp_rank, group_rank=group_rank)
+                flat = self._flat(position.group, kind=kind, dp_rank=dp_rank, group_rank=group_rank)
             else:
                 flat = self._frozen(name, dp_rank=dp_rank, group_rank=group_rank)
             numbers = _zeros(piece.numel) if flat is None else flat[piece.start :][: piece.numel]
             yield _Run(numbers, piece.offset)
 
-    def _place(self, name: str, *, group_rank: int, numel: int) -> Place | None:
-        """How the data-parallel ranks share a parameter; None where each has all of it."""
+    def _position(self, name: str, *, group_rank: int, numel: int) -> Position | None:
+        """Return how the data-parallel ranks share a parameter; None where each has all of it."""
         if name in self._trained:
-            return self._partition(group_rank).places[name] if self._stage else None
+            return self._partition(group_rank).positions[name] if self._stage else None
         if self._stage < 3:
             return None
         file = self._model_file(dp_rank=0, group_rank=group_rank)
         is_buffer = name in self._entry(file, self._content(file), "buffer_names")
-        return None if is_buffer else Place(group=0, start=0, width=-(-numel // self._layout.dp), first=0)
+        return None if is_buffer else Position(group=0, start=0, width=-(-numel // self._layout.dp), first=0)
 
     def _replicated(self, name: str, *, kind: str, group_rank: int) -> Tensor | None:
-        """What every data-parallel rank held alike; None for moments before the first step."""
+        """Return what every data-parallel rank held alike; None for moments before the first step."""
         if kind != WEIGHT:
             return self._moment(
-                self._partition(group_rank).places[name].group, kind=kind, dp_rank=0, group_rank=group_rank
+                self._partition(group_rank).positions[name].group, kind=kind, dp_rank=0, group_rank=group_rank
             )
         file = self._model_file(dp_rank=0, group_rank=group_rank)
         found: Tensor = self._entry(file, self._entry(file, self._content(file), "module"), name)
         return found
 
     def _frozen(self, name: str, *, dp_rank: int, group_rank: int) -> Tensor:
-        """A rank's part of what ZeRO-3 does not train."""
+        """Return a rank's part of a parameter that ZeRO-3 does not train."""
         file = self._model_file(dp_rank=dp_rank, group_rank=group_rank)
         fragment: Tensor = self._entry(file, self._content(file).get("frozen_param_fragments"), name)
         return fragment.reshape(-1)
 
     def _flat(self, group: int, *, kind: str, dp_rank: int, group_rank: int) -> Tensor | None:
-        """A flat tensor of a rank's optimizer under ZeRO; None for moments before the first step."""
+        """Return a flat tensor of a rank's optimizer under ZeRO; None for moments before the first step."""
         if kind != WEIGHT:
             return self._moment(group, kind=kind, dp_rank=dp_rank, group_rank=group_rank)
         file = self._optimizer_file(dp_rank=dp_rank, group_rank=group_rank)
@@ -168,7 +182,7 @@ class NativeFiles:
         return flat
 
     def _moment(self, number: int, *, kind: str, dp_rank: int, group_rank: int) -> Tensor | None:
-        """Of a tensor of a rank's optimizer, by its number there; None before the first step, which means zeros."""
+        """Return a moment of the optimizer's tensor `number`; None before the first step, which means zeros."""
         file, states = self._optimizer_states(dp_rank=dp_rank, group_rank=group_rank)
         moment: Tensor | None = states.get(number, {}).get(kind)
         if moment is None and self.step:
@@ -177,7 +191,7 @@ class NativeFiles:
         return moment
 
     def _optimizer_states(self, *, dp_rank: int, group_rank: int) -> tuple[str, Mapping[int, Mapping[str, Any]]]:
-        """The file of a rank's optimizer, and in it the state of its tensors by their number."""
+        """Return the file of a rank's optimizer, and in it the state of its tensors by their number."""
         if self._stage == 0:
             file = self._model_file(dp_rank=dp_rank, group_rank=group_rank)
             optimizer = self._content(file).get("optimizer")
@@ -221,5 +235,5 @@ class NativeFiles:
 
 
 def _zeros(numel: int) -> Tensor:
-    """As many zeros, in the memory of one."""
+    """Return `numel` zeros that share the memory of one."""
     return torch.zeros(()).expand(numel)

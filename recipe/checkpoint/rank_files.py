@@ -1,10 +1,13 @@
-"""Each rank's own file in a checkpoint: random states, what its loop counted, and where its parameters' numbers lie."""
+"""Each rank's own file in a checkpoint: random states, what its loop counted, and which numbers its optimizer holds."""
 
+import hashlib
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from recipe.shared.errors import CheckpointBrokenError
@@ -25,8 +28,8 @@ class Piece(NamedTuple):
     numel: int
 
 
-class Place(NamedTuple):
-    """Where all data-parallel ranks together hold a trained parameter's numbers, by one rule for every ZeRO stage.
+class Position(NamedTuple):
+    """Where the data-parallel ranks together hold a trained parameter's numbers, by one rule for every ZeRO stage.
 
     In flat tensor `group` (as the optimizer's state counts them) of rank r, the `width` elements from `start` on are
     those from r * width + first on of the parameter's shard, flattened, as far as the shard reaches.
@@ -38,35 +41,35 @@ class Place(NamedTuple):
     first: int
 
     def piece(self, dp_rank: int, *, numel: int) -> Piece:
-        """What a rank holds of a shard of `numel` elements."""
+        """Return which of a shard's `numel` elements a rank holds."""
         first = dp_rank * self.width + self.first
         begin, end = max(first, 0), min(first + self.width, numel)
         return Piece(self.start + begin - first, begin, max(0, end - begin))
 
     def holders(self, begin: int, end: int, *, dp: int) -> range:
-        """The ranks that hold elements `begin` to `end` of a shard, of which there is at least one."""
+        """Return the ranks that hold some of the elements `begin` to `end` of a shard; `end` is greater."""
         return range(max(0, (begin - self.first) // self.width), min(dp, (end - 1 - self.first) // self.width + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """How the optimizer holds the model: what DeepSpeed's own files do not say of themselves.
+    """How the optimizer holds the model, which DeepSpeed's own files do not say.
 
-    It is the same on all data-parallel ranks, so that who reads needs the file of the first one only.
+    It is the same on all data-parallel ranks of a group rank, so a reader needs the file of the first one only.
 
     optimizer  the class of DeepSpeed's optimizer
     shapes     of this rank's shard of every stored tensor, by name
-    places     of every trained parameter
+    positions  of every trained parameter, by name
     """
 
     optimizer: str
     shapes: Mapping[str, tuple[int, ...]]
-    places: Mapping[str, Place]
+    positions: Mapping[str, Position]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """How far the engine is, over all starts of the run."""
+    """How far the engine has come since the run first started, over all resumes."""
 
     global_steps: int
     global_samples: int
@@ -76,7 +79,7 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """`random` are the states of random_states(); `state` is whatever the training loop keeps of this rank."""
+    """The content of a rank's file: `random` from random_states(), `state` from the training loop."""
 
     partition: Partition
     counters: Counters
@@ -85,17 +88,17 @@ class RankFile:
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """Where a rank's file lies in the checkpoint `folder`."""
+    """Return the path of a rank's file in the checkpoint `folder`."""
     return folder / FOLDER / f"rank-{rank:05d}.pt"
 
 
 def to_content(file: RankFile) -> dict[str, Any]:
-    """What torch.save writes: plain containers, so that no class of ours has to stay where it is."""
+    """Return what torch.save writes: plain containers, so that files survive a change of our classes."""
     partition = file.partition
     return {
         "optimizer": partition.optimizer,
         "shapes": dict(partition.shapes),
-        "places": {name: tuple(place) for name, place in partition.places.items()},
+        "places": {name: tuple(position) for name, position in partition.positions.items()},
         "counters": vars(file.counters),
         "random": file.random,
         "state": file.state,
@@ -103,13 +106,13 @@ def to_content(file: RankFile) -> dict[str, Any]:
 
 
 def read_rank_file(folder: Path, rank: int) -> RankFile:
-    """CheckpointBrokenError where the file is missing or holds something else."""
+    """Read the file of a rank. CheckpointBrokenError where it is missing or holds something else."""
     path = rank_path(folder, rank)
     try:
         content = torch.load(path, weights_only=False, map_location="cpu")
-        places = {name: Place(*place) for name, place in content["places"].items()}
+        positions = {name: Position(*position) for name, position in content["places"].items()}
         return RankFile(
-            partition=Partition(optimizer=content["optimizer"], shapes=content["shapes"], places=places),
+            partition=Partition(optimizer=content["optimizer"], shapes=content["shapes"], positions=positions),
             counters=Counters(**content["counters"]),
             random=content["random"],
             state=content["state"],
@@ -118,3 +121,30 @@ def read_rank_file(folder: Path, rank: int) -> RankFile:
         raise CheckpointBrokenError(path, "missing") from error
     except Exception as error:  # whatever the unpickler makes of other content
         raise CheckpointBrokenError(path, f"is not the file of a rank ({error!r})") from error
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of the generators of Python, NumPy, torch and, on a GPU, of this rank's device."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
+
+
+def restore_random_states(states: dict[str, Any], *, device: torch.device) -> None:
+    """Put back what `random_states` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def reseed(seed: int, *, step: int, dp_rank: int) -> None:
+    """Seed all generators from (seed, step, dp_rank): for a run that goes on after `step` in another layout.
+
+    The ranks of a group draw the same numbers; other groups and other steps draw different ones.
+    """
+    digest = hashlib.blake2b(f"{seed}\0{step}\0{dp_rank}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little")
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number % 2**63)  # of every GPU, too

@@ -9,9 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from recipe.checkpoint.details import sizes_in
 from recipe.checkpoint.find import Checkpoint, find_checkpoint
-from recipe.checkpoint.folders import step_in_name
+from recipe.checkpoint.folders import check_free_space, step_in_name
+from recipe.checkpoint.inspect_checkpoint import sizes_in
 from recipe.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -21,25 +21,31 @@ from recipe.checkpoint.manifest import (
     record_file,
     write_manifest,
 )
-from recipe.checkpoint.open_state import open_training_state
-from recipe.checkpoint.progress import byte_bar
-from recipe.checkpoint.space import check_free_space
+from recipe.checkpoint.native_files import open_training_state
 from recipe.checkpoint.tensor_file import MAX_FILE_BYTES
-from recipe.checkpoint.training_state import NATIVE_FOLDER, WHOLE_FOLDER, TrainingState
-from recipe.checkpoint.whole import PIECE_BYTES, WholeTensors, digests_of, entries_of, write_whole
+from recipe.checkpoint.training_state import (
+    NATIVE_FOLDER,
+    PIECE_BYTES,
+    WHOLE_FOLDER,
+    TrainingState,
+    digests_of,
+    entries_of,
+)
+from recipe.checkpoint.whole import WholeTensors, write_whole
 from recipe.shared.errors import CheckpointBrokenError, CheckpointWriteError
 from recipe.shared.flops import count_parameters
 from recipe.shared.ranks import OneRank
+from recipe.shared.units import byte_bar
 
 WAYS_OUT = "free some space or name a folder on another disk"
 # At the top of a checkpoint, what becomes whole tensors, and DeepSpeed's scripts that read nothing else.
 LEFT_OUT = (NATIVE_FOLDER, WHOLE_FOLDER, "zero_to_fp32.py", "zero_to_torch.py")
 FORMAT = "whole"  # under "format" in the details
-BUFFER = "e_score_correction_bias"  # the stored tensors that are no parameters
+BUFFER = "e_score_correction_bias"  # the stored tensors that are not parameters
 
 
 class Resharded(NamedTuple):
-    """The checkpoint that was taken, the tensors read from it and read back from the result, and the result's bytes."""
+    """The checkpoint that was read, how many tensors were read and read back, and the bytes of the result."""
 
     source: Path
     num_read: int
@@ -48,7 +54,7 @@ class Resharded(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """How much is in memory at a time, and how much in a file."""
+    """The most bytes in memory at a time, and in a file."""
 
     piece_bytes: int = PIECE_BYTES
     max_file_bytes: int = MAX_FILE_BYTES
@@ -60,12 +66,12 @@ def reshard(given: Path, *, out: Path, say: Callable[[str], None], pieces: Piece
     `given` is a checkpoint, or a run folder or folder of checkpoints, of which the newest complete one is taken. It is
     compared with its manifest before anything is read from it.
 
-    Raises ValueError where `out` cannot be it, NotEnoughSpaceError, the errors of find_checkpoint, and
-    CheckpointWriteError where a file could not be written or any tensor is read back otherwise than it was read.
+    Raises ValueError where `out` cannot be written to, NotEnoughSpaceError, the errors of find_checkpoint, and
+    CheckpointWriteError where a file could not be written or a tensor is read back with other bytes than were read.
     """
     _check_is_new(out)
     checkpoint = _find(given, say=say)
-    _check_place(out, checkpoint)
+    _check_target(out, checkpoint)
     state = open_training_state(checkpoint.folder, details=checkpoint.details)
     _check_is_whole_model(state, checkpoint)
     manifest = read_manifest(checkpoint.folder)
@@ -104,7 +110,7 @@ def _find(given: Path, *, say: Callable[[str], None]) -> Checkpoint:
     return checkpoint
 
 
-def _check_place(out: Path, checkpoint: Checkpoint) -> None:
+def _check_target(out: Path, checkpoint: Checkpoint) -> None:
     named = step_in_name(out)
     if named not in (None, checkpoint.step):
         raise ValueError(
@@ -116,7 +122,7 @@ def _check_place(out: Path, checkpoint: Checkpoint) -> None:
 
 
 def _check_is_whole_model(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Hold what the reader found against the model's own settings, which know nothing of files."""
+    """Compare the parameters found with the count that follows from the model's settings alone."""
     sizes = sizes_in(checkpoint.details)
     if sizes is None:
         raise CheckpointBrokenError(checkpoint.folder / MANIFEST_NAME, "its details say nothing of the model")
@@ -139,7 +145,7 @@ def _carry(names: list[str], source: Path, target: Path) -> None:
 
 
 def _write_state(state: TrainingState, folder: Path, *, pieces: Pieces) -> int:
-    """Write the state, read it back, and compare; the number of tensors that were read back."""
+    """Write the state, read it back, and compare; return the number of tensors that were read back."""
     num_bytes = _state_bytes(state)
     with byte_bar("writing", num_bytes=num_bytes) as bar:
         want = write_whole(
@@ -160,7 +166,7 @@ def _write_state(state: TrainingState, folder: Path, *, pieces: Pieces) -> int:
 
 
 def _seal(staging: Path, *, source: Manifest, carried: list[str]) -> int:
-    """Add the manifest; the bytes of all files it lists."""
+    """Add the manifest; return the bytes of all files it lists."""
     files = {name: record_file(staging / name) for name in file_sizes(staging)}
     changed = [name for name in carried if files[name] != source.files[name]]
     if changed:

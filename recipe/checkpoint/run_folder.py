@@ -13,10 +13,10 @@ from typing import IO
 
 from recipe.checkpoint.find import AUTO
 from recipe.checkpoint.folders import CHECKPOINTS_NAME, tidy
-from recipe.shared.agreement import check_all_see, on_first
 from recipe.shared.errors import CheckpointError, FolderInUseError
 from recipe.shared.ranks import Ranks
 from recipe.shared.scopes import FOLDER as PROFILE_NAME
+from recipe.shared.together import check_all_see, on_first
 
 LOCK_NAME = ".lock"
 # What a run leaves in its folder besides checkpoints/, whose presence means that the folder is taken.
@@ -36,7 +36,7 @@ class RunFolder:
         return self.path / CHECKPOINTS_NAME
 
     def old_bytes(self, *, ranks: Ranks) -> int:
-        """What `discard_old_run` will free, 0 where nothing is overwritten. Collective."""
+        """Return the bytes that `discard_old_run` will free, 0 where nothing is overwritten. Collective."""
 
         def count() -> int:
             files = (path for entry in self._old for path in (entry, *entry.rglob("*")))
@@ -126,7 +126,7 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _old_run(path: Path, *, continues: bool, overwrite: bool) -> list[Path]:
-    """What has to be deleted before the new run may start."""
+    """Return what has to be deleted before the new run may start; FolderInUseError where that was not asked for."""
     checkpoints = path / CHECKPOINTS_NAME
     tidy(checkpoints)
     taken = [path / name for name in RUN_ENTRIES if (path / name).exists()]

@@ -1,4 +1,4 @@
-"""A copy in host memory of whatever torch.save would write, as it is at this moment, while training changes it."""
+"""A copy in host memory of whatever torch.save would write, as it is now, so that training may change the original."""
 
 import io
 import pickle
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Snapshot(NamedTuple):
-    """A pickled object without its tensors' contents, and these in host memory: one uint8 tensor per storage.
+    """A pickled object without its tensors' contents, and the contents in host memory: one uint8 tensor per storage.
 
     Tensors that share a storage share its copy, so a snapshot takes as many bytes as the file would.
     """
@@ -25,7 +25,7 @@ class Snapshot(NamedTuple):
 def take_snapshot(value: object) -> Snapshot:
     """Copy `value`, everything in it included.
 
-    From a GPU the contents are copied into pinned memory without waiting: they are there after the next
+    From a GPU the contents are copied into pinned memory without waiting: they are complete after the next
     torch.cuda.synchronize(), and work that is queued later may overwrite the originals. The allocator of pinned memory
     rounds a storage up to the next power of two.
     """
@@ -36,7 +36,7 @@ def take_snapshot(value: object) -> Snapshot:
 
 
 def restore_snapshot(snapshot: Snapshot) -> Any:
-    """An equal object, every tensor on the CPU; it uses the snapshot's memory, not memory of its own."""
+    """Return an equal object, every tensor on the CPU, in the snapshot's memory."""
     return _Unpickler(io.BytesIO(snapshot.skeleton), snapshot.storages).load()
 
 
@@ -51,8 +51,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) not in (Tensor, nn.Parameter):
             return NotImplemented
-        place = (value.dtype, value.storage_offset(), tuple(value.size()), value.stride())
-        return _view, (value.untyped_storage(), *place, isinstance(value, nn.Parameter), value.requires_grad)
+        view = (value.dtype, value.storage_offset(), tuple(value.size()), value.stride())
+        return _view, (value.untyped_storage(), *view, isinstance(value, nn.Parameter), value.requires_grad)
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, torch.UntypedStorage):

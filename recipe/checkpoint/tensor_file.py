@@ -1,10 +1,12 @@
-"""Safetensors files written piece by piece: what they hold is known in advance, so no tensor has to be in memory.
+"""Safetensors files: how one or many are named and indexed, and how they are written piece by piece.
 
-A file is eight bytes with the length of its header, the header, JSON that says where each tensor lies, and the numbers.
+What they hold is known in advance, so no tensor has to be in memory as a whole.
+
+A file is eight bytes with the length of its header, the header, JSON with each tensor's offsets, and the numbers.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -56,19 +58,33 @@ def write_tensors(
     Raises ValueError where a dtype has no name in the format, or where the pieces are not what the spec says.
     """
     files = _share_out(specs, max_file_bytes=max_file_bytes)
-    names = _file_names(len(files), stem=stem)
+    names = file_names(len(files), stem=stem)
     for name, held in zip(names, files, strict=True):
         with (folder / name).open("wb") as file:
             file.write(_header(held))
             for spec in held:
                 _write_pieces(file, spec, pieces(spec))
     if len(files) > 1:
-        _write_index(folder / f"{stem}{INDEX_SUFFIX}", dict(zip(names, files, strict=True)))
+        file_of = {spec.name: name for name, held in zip(names, files, strict=True) for spec in held}
+        write_index(folder, stem=stem, file_of=file_of, total_bytes=sum(spec.num_bytes for spec in specs))
     return len(files)
 
 
+def file_names(num_files: int, *, stem: str) -> list[str]:
+    """Return the names of the files that together hold tensors, as readers of Hugging Face folders expect them."""
+    if num_files == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{num_files:05d}.safetensors" for number in range(1, num_files + 1)]
+
+
+def write_index(folder: Path, *, stem: str, file_of: Mapping[str, str], total_bytes: int) -> None:
+    """Write which file holds which tensor; for more than one file."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
+    (folder / f"{stem}{INDEX_SUFFIX}").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def find_tensors(folder: Path, *, stem: str) -> dict[str, Path]:
-    """The file of each tensor that `write_tensors` wrote; OSError or ValueError where there is nothing to read."""
+    """Return the file of each tensor that `write_tensors` wrote; OSError or ValueError where there is none to read."""
     index = folder / f"{stem}{INDEX_SUFFIX}"
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -82,12 +98,12 @@ def find_tensors(folder: Path, *, stem: str) -> dict[str, Path]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A CPU tensor's bytes in row-major order; a copy only where it does not lie so."""
+    """Return a CPU tensor's bytes in row-major order, copied only where the tensor is not contiguous."""
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _share_out(specs: Sequence[TensorSpec], *, max_file_bytes: int) -> list[list[TensorSpec]]:
-    """The tensors of each file. Wide types go first: a reader needs each tensor at a multiple of its element's size."""
+    """Return the tensors of each file, wide types first: each tensor must start at a multiple of its element's size."""
     files: list[list[TensorSpec]] = []
     room_bytes = 0
     for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
@@ -99,12 +115,6 @@ def _share_out(specs: Sequence[TensorSpec], *, max_file_bytes: int) -> list[list
         files[-1].append(spec)
         room_bytes -= spec.num_bytes
     return files
-
-
-def _file_names(num_files: int, *, stem: str) -> list[str]:
-    if num_files == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{number:05d}-of-{num_files:05d}.safetensors" for number in range(1, num_files + 1)]
 
 
 def _header(held: Sequence[TensorSpec]) -> bytes:
@@ -132,10 +142,3 @@ def _write_pieces(file: BinaryIO, spec: TensorSpec, pieces: Iterable[Tensor]) ->
         file.write(bytes_of(piece))
     if num_bytes != spec.num_bytes:
         raise ValueError(f"{spec.name} of shape {spec.shape} has {spec.num_bytes} bytes, but its pieces {num_bytes}")
-
-
-def _write_index(path: Path, files: dict[str, list[TensorSpec]]) -> None:
-    weight_map = {spec.name: name for name, held in files.items() for spec in held}
-    total_size = sum(spec.num_bytes for held in files.values() for spec in held)
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

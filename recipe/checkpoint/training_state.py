@@ -1,19 +1,23 @@
-"""What a checkpoint holds of the training: weights and moments as whole tensors, of which any part can be read."""
+"""A training state: weights and moments as whole tensors, of which any part can be read; the arithmetic of parts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from modeling.shard_table import Ranges
+from recipe.checkpoint.tensor_file import bytes_of
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (WEIGHT, *MOMENTS)
 NATIVE_FOLDER, WHOLE_FOLDER = "deepspeed", "whole"
+ELEMENT_BYTES = 4  # of what a TrainingState gives, which is float32
+PIECE_BYTES = 32 * 2**20
 
 
 class TrainingState(Protocol):
@@ -27,20 +31,66 @@ class TrainingState(Protocol):
         ...
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The whole shape of every stored tensor, without the vocabulary's padding; tied parameters once."""
+        """Return the whole shape of every stored tensor, without the vocabulary's padding; tied parameters once."""
         ...
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """KINDS for what is trained, the weight alone for frozen parameters and the routers' biases."""
+        """Return KINDS for what is trained, the weight alone for frozen parameters and the routers' biases."""
         ...
 
     def read(self, name: str, *, kind: str, ranges: tuple[Ranges, ...]) -> Tensor:
-        """A part of a whole tensor in float32 on the CPU: per dimension these index ranges, one after the other."""
+        """Read a part of a whole tensor in float32 on the CPU: per dimension these index ranges, concatenated."""
         ...
 
 
+class Entry(NamedTuple):
+    """A tensor of a state: of a parameter or buffer, its weight or one of its moments."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * ELEMENT_BYTES
+
+
+def entries_of(state: TrainingState) -> list[Entry]:
+    """Return every tensor that a state holds."""
+    return [Entry(name, kind, shape) for name, shape in state.shapes().items() for kind in state.kinds(name)]
+
+
+def read_pieces(state: TrainingState, entry: Entry, *, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor]:
+    """Read a tensor of a state in row-major order, in pieces of at most `piece_bytes`."""
+    numel, most = prod(entry.shape), max(1, piece_bytes // ELEMENT_BYTES)
+    # Whole rows, of the outermost dimension whose rows fit: each piece is then few boxes.
+    row = next(size for size in (prod(entry.shape[dim:]) for dim in range(len(entry.shape) + 1)) if size <= most)
+    step = most - most % max(1, row)
+    for start in range(0, numel, step):
+        for box in boxes_between(entry.shape, start, min(start + step, numel)):
+            yield state.read(entry.name, kind=entry.kind, ranges=tuple((span,) for span in box))
+
+
+def digests_of(
+    state: TrainingState, *, piece_bytes: int = PIECE_BYTES, advance: Callable[[int], Any]
+) -> dict[str, str]:
+    """Return a checksum of each tensor's bytes by its key; `advance` is called with the bytes of each piece read."""
+    digests = {}
+    for entry in entries_of(state):
+        digest = hashlib.blake2b(digest_size=16)
+        for piece in read_pieces(state, entry, piece_bytes=piece_bytes):
+            digest.update(bytes_of(piece))
+            advance(piece.nbytes)
+        digests[entry.key] = digest.hexdigest()
+    return digests
+
+
 def everything(shape: tuple[int, ...]) -> tuple[Ranges, ...]:
-    """The ranges that cover a whole tensor."""
+    """Return the ranges that cover a whole tensor."""
     return tuple(((0, size),) for size in shape)
 
 
@@ -48,8 +98,13 @@ def size_of(ranges: Ranges) -> int:
     return sum(end - start for start, end in ranges)
 
 
+def empty_part(ranges: tuple[Ranges, ...]) -> Tensor:
+    """Allocate a part, float32 on the CPU."""
+    return torch.empty(tuple(size_of(dim) for dim in ranges), dtype=torch.float32)
+
+
 class Overlap(NamedTuple):
-    """Indices along one dimension that two lists of ranges share: where they lie in the part of each."""
+    """`width` indices along one dimension that two lists of ranges share: where they start in the part of each."""
 
     target: int
     source: int
@@ -57,7 +112,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps(target: Ranges, source: Ranges) -> list[Overlap]:
-    """What a part made of the ranges `target` can take from one made of the ranges `source`, along one dimension."""
+    """Return what a part with the ranges `target` can take from one with the ranges `source`, in one dimension."""
     found = []
     at_target = 0
     for target_start, target_end in target:
@@ -72,7 +127,7 @@ def overlaps(target: Ranges, source: Ranges) -> list[Overlap]:
 
 
 def cut(ranges: Ranges, start: int, end: int) -> Ranges:
-    """Of the indices that `ranges` list one after the other, number `start` to `end`, as far as there are so many."""
+    """Return the indices number `start` to `end` of the concatenated `ranges`, as far as there are so many."""
     found = []
     at = 0
     for first, last in ranges:
@@ -84,14 +139,17 @@ def cut(ranges: Ranges, start: int, end: int) -> Ranges:
 
 
 def boxes_between(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Elements `start` to `end` of a tensor in row-major order as parts of it, in order: an index range per dimension.
+    """Yield elements `start` to `end` of a tensor in row-major order as boxes, in order: an index range per dimension.
 
-    The whole rows are one part; a row that is cut at the beginning or at the end is cut in turn.
+    The whole rows are one box; a row that is cut at the beginning or at the end is cut in turn.
     """
     row_numel = prod(shape[1:])
-    first, last = -(-start // row_numel), end // row_numel  # the whole rows
     if start >= end:
         return
+    if not shape:
+        yield ()
+        return
+    first, last = -(-start // row_numel), end // row_numel  # the whole rows
     if first > last:
         rest = boxes_between(shape[1:], start - last * row_numel, end - last * row_numel)
         yield from (((last, first), *box) for box in rest)
@@ -107,17 +165,17 @@ def boxes_between(shape: tuple[int, ...], start: int, end: int) -> Iterator[tupl
 
 def copy_overlap(target: Tensor, source: Tensor, by_dim: tuple[list[Overlap], ...]) -> None:
     """Write into `target` what `source` has of it; both are parts of one whole tensor."""
-    for places in product(*by_dim):
-        to = tuple(slice(place.target, place.target + place.width) for place in places)
-        of = tuple(slice(place.source, place.source + place.width) for place in places)
+    for box in product(*by_dim):
+        to = tuple(slice(dim.target, dim.target + dim.width) for dim in box)
+        of = tuple(slice(dim.source, dim.source + dim.width) for dim in box)
         target[to].copy_(source[of])
 
 
 def copy_run(target: Tensor, run: Tensor, *, begin: int, shape: tuple[int, ...], box: Sequence[Overlap]) -> int:
-    """Write into `target` what a run of elements has of a part of a tensor; returns how many elements that are.
+    """Write into `target` what a run of elements has of a box of a tensor; return how many elements that are.
 
-    The run has those from `begin` on, in row-major order, of a tensor of `shape`, of which `target` is to be the part
-    that the `source` and `width` of `box` say. Nothing else of the run is touched.
+    The run has the elements from `begin` on, in row-major order, of a tensor of `shape`. `target` is the box of that
+    tensor which `source` and `width` of `box` describe. Only elements of the run inside the box are read.
     """
     end, row_numel = begin + run.numel(), prod(shape[1:])
     (_, source, width), inner = box[0], box[1:]
@@ -135,8 +193,3 @@ def copy_run(target: Tensor, run: Tensor, *, begin: int, shape: tuple[int, ...],
         part = run[start - begin : stop - begin]
         num_copied += copy_run(target[row - source], part, begin=start - row * row_numel, shape=shape[1:], box=inner)
     return num_copied
-
-
-def empty_part(ranges: tuple[Ranges, ...]) -> Tensor:
-    """Room for a part, float32 on the CPU."""
-    return torch.empty(tuple(size_of(dim) for dim in ranges), dtype=torch.float32)

@@ -7,9 +7,8 @@ whole/state*.safetensors        tensors named KIND/NAME, float32
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,55 +16,21 @@ from torch import Tensor
 
 from modeling.shard_table import Ranges
 from recipe.checkpoint.tensor_file import MAX_FILE_BYTES, TensorSpec, bytes_of, find_tensors, write_tensors
-from recipe.checkpoint.training_state import TrainingState, copy_overlap, empty_part, everything, overlaps
+from recipe.checkpoint.training_state import (
+    PIECE_BYTES,
+    TrainingState,
+    copy_overlap,
+    empty_part,
+    entries_of,
+    everything,
+    overlaps,
+    read_pieces,
+)
 from recipe.shared.errors import CheckpointBrokenError
 
 TRAINING_NAME = "training.json"
 STEM = "state"
 FORMAT_VERSION = 1
-PIECE_BYTES = 32 * 2**20
-ELEMENT_BYTES = 4  # what a TrainingState gives is float32
-
-
-class Entry(NamedTuple):
-    """A tensor of a state: of a parameter or buffer, its weight or one of its moments."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-
-    @property
-    def key(self) -> str:
-        return f"{self.kind}/{self.name}"
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * ELEMENT_BYTES
-
-
-def entries_of(state: TrainingState) -> list[Entry]:
-    """Every tensor that a state holds."""
-    return [Entry(name, kind, shape) for name, shape in state.shapes().items() for kind in state.kinds(name)]
-
-
-def read_pieces(state: TrainingState, entry: Entry, *, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor]:
-    """A tensor of a state in row-major order, in pieces of at most `piece_bytes`."""
-    for box in row_major_boxes(entry.shape, max_elements=max(1, piece_bytes // ELEMENT_BYTES)):
-        yield state.read(entry.name, kind=entry.kind, ranges=box)
-
-
-def digests_of(
-    state: TrainingState, *, piece_bytes: int = PIECE_BYTES, advance: Callable[[int], Any]
-) -> dict[str, str]:
-    """A checksum of each tensor's bytes by its key; `advance` is told of bytes that were read."""
-    digests = {}
-    for entry in entries_of(state):
-        digest = hashlib.blake2b(digest_size=16)
-        for piece in read_pieces(state, entry, piece_bytes=piece_bytes):
-            digest.update(bytes_of(piece))
-            advance(piece.nbytes)
-        digests[entry.key] = digest.hexdigest()
-    return digests
 
 
 def write_whole(
@@ -76,9 +41,9 @@ def write_whole(
     piece_bytes: int = PIECE_BYTES,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> dict[str, str]:
-    """Write a state into `folder`, which is made; returns a checksum of what was read, by the keys in the files.
+    """Write a state into the new `folder`; return a checksum of what was read, by the keys in the files.
 
-    One piece is in memory at a time. `advance` is told of bytes that were written.
+    One piece is in memory at a time. `advance` is called with the bytes of each piece written.
     """
     entries = {entry.key: entry for entry in entries_of(state)}
     digests = {}
@@ -101,10 +66,10 @@ def write_whole(
 
 
 class WholeTensors:
-    """The TrainingState in such a folder. `num_bytes` counts what was read."""
+    """The TrainingState in a folder that `write_whole` wrote. `num_bytes` counts what was read."""
 
     def __init__(self, folder: Path) -> None:
-        """CheckpointBrokenError where the folder's files do not hold exactly what training.json says."""
+        """Raise CheckpointBrokenError unless the folder's files hold exactly what training.json says."""
         content = _read_content(folder / TRAINING_NAME)
         self.num_bytes = 0
         self.step: float = content["step"]
@@ -130,7 +95,7 @@ class WholeTensors:
         return self._kinds[name]
 
     def read(self, name: str, *, kind: str, ranges: tuple[Ranges, ...]) -> Tensor:
-        """A part of a tensor, float32, in memory of its own; only its pages of the file are read."""
+        """Read a part of a tensor, float32, into memory of its own; only its pages of the file are read."""
         key = f"{kind}/{name}"
         path = self._files[key]
         part = empty_part(ranges)
@@ -146,24 +111,6 @@ class WholeTensors:
             raise CheckpointBrokenError(path, f"{key} cannot be read ({error})") from error
         self.num_bytes += part.nbytes
         return part
-
-
-def row_major_boxes(shape: tuple[int, ...], *, max_elements: int) -> Iterator[tuple[Ranges, ...]]:
-    """Parts of at most `max_elements` that follow one another in row-major order, as ranges per dimension.
-
-    A part is as many whole rows as fit; where not even one does, each row is cut in turn.
-    """
-    row_elements = prod(shape[1:])
-    if not shape or prod(shape) <= max_elements:
-        yield everything(shape)
-    elif row_elements > max_elements:
-        for row in range(shape[0]):
-            for rest in row_major_boxes(shape[1:], max_elements=max_elements):
-                yield (((row, row + 1),), *rest)
-    else:
-        step = max_elements // row_elements
-        for start in range(0, shape[0], step):
-            yield (((start, min(start + step, shape[0])),), *everything(shape[1:]))
 
 
 def _read_content(path: Path) -> dict[str, Any]:

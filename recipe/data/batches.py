@@ -1,5 +1,6 @@
-"""Blocks stacked into the micro-batches that a group works on, for training and for evaluation."""
+"""Blocks stacked into micro-batches, for training and evaluation, and the check that ranks loaded their own."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -8,10 +9,11 @@ import torch
 
 from recipe.data.packing import IGNORED, Block, PackedBlocks
 from recipe.shared.flops import sum_squared_lengths
+from recipe.shared.ranks import Ranks
 
 
 class MicroBatch(NamedTuple):
-    """What one group of ranks works on at once; every rank of the group holds the same.
+    """The sequences one group of ranks works on at once; every rank of the group holds the same.
 
     input_ids        [B, S]  int64
     labels           [B, S]  int64, as in Block
@@ -35,7 +37,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def squared_lengths(self) -> int:
-        """The sum of length^2 over the documents of this micro-batch, without padding."""
+        """Sum of length^2 over the documents of this micro-batch, without padding."""
         num_sequences, block_size = self.input_ids.shape
         mask = self.token_mask
         lengths = [block_size] * num_sequences if mask is None else mask.sum(dim=1).tolist()
@@ -69,12 +71,68 @@ def stack_blocks(
 
 
 def evaluation_batches(blocks: PackedBlocks, *, num_sequences: int, dp: int, dp_rank: int) -> Iterator[MicroBatch]:
-    """Every block once, in order, over all dp ranks: batch i of dp rank d holds the B blocks from (i*dp + d)*B on.
+    """Yield this dp rank's share of every block once, in order.
 
-    Every rank gets the same number of batches; what is missing at the end is padded with whole sequences.
+    Batch i of dp rank d holds the B blocks from (i*dp + d)*B on. Every rank gets the same number of batches; what is
+    missing at the end is padded with whole sequences.
     """
     for first in range(0, len(blocks), dp * num_sequences):
         begin = first + dp_rank * num_sequences
         indices = range(min(begin, len(blocks)), min(begin + num_sequences, len(blocks)))
         chosen = [blocks[index] for index in indices]
         yield stack_blocks(chosen, positions=indices, num_sequences=num_sequences, block_size=blocks.block_size)
+
+
+class _Held(NamedTuple):
+    """A rank's first micro-batches, as compared with other ranks'."""
+
+    checksum: str
+    positions: frozenset[int]
+
+
+def checksum(micro_batches: Sequence[MicroBatch]) -> str:
+    """Return a digest of everything the model sees of these micro-batches."""
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in micro_batches:
+        for tensor in (batch.input_ids, batch.labels, batch.token_mask):
+            if tensor is not None:
+                digest.update(tensor.contiguous().numpy().tobytes())
+        digest.update(repr((tuple(batch.input_ids.shape), batch.document_starts, batch.positions)).encode())
+    return digest.hexdigest()
+
+
+def check_batches(micro_batches: Sequence[MicroBatch], *, ranks: Ranks, tp: int) -> None:
+    """Check that ranks of one group hold equal micro-batches and groups different ones, or raise on all. Collective.
+
+    `ranks` is the whole world in groups of `tp`, not one group: ranks that found nothing wrong would otherwise go on
+    and wait for the others for ever. Groups are told apart by positions in the stream, since a small or repetitive
+    corpus may rightly give them equal text.
+    """
+    held: list[_Held] = ranks.gather(
+        _Held(checksum(micro_batches), frozenset(p for batch in micro_batches for p in batch.positions))
+    )
+    faults = [*_faults_inside_groups(held, tp=tp), *_faults_between_groups(held[::tp], tp=tp)]
+    if faults:
+        raise ValueError(
+            "the ranks did not load the batches of their layout; data must depend on dp_rank alone:\n"
+            + "\n".join(f"  - {fault}" for fault in faults)
+        )
+
+
+def _faults_inside_groups(held: list[_Held], *, tp: int) -> list[str]:
+    faults = []
+    for first in range(0, len(held), tp):
+        differing = [rank for rank in range(first, first + tp) if held[rank].checksum != held[first].checksum]
+        if differing:
+            faults.append(f"ranks {differing} hold other batches than rank {first} of their group (tp={tp})")
+    return faults
+
+
+def _faults_between_groups(held: list[_Held], *, tp: int) -> list[str]:
+    """Compare what the first rank of each group holds."""
+    faults = []
+    for group, mine in enumerate(held):
+        same = [other * tp for other in range(group + 1, len(held)) if mine.positions & held[other].positions]
+        if same:
+            faults.append(f"ranks {[group * tp, *same]} of different groups hold the same sequences of the stream")
+    return faults

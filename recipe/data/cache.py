@@ -1,4 +1,4 @@
-"""What is kept between runs, tokenizers and tokens, each in a folder named after everything it depends on."""
+"""The cache of tokenizers and tokens between runs, each in a folder named after everything it depends on."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,19 +7,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipe.data.chunks import CHUNK_CHARS
+from recipe.data.conversations import RowEncoder
 from recipe.data.corpora import CorpusFacts
 from recipe.data.documents import Corpus, digest_of
-from recipe.data.hub_tokenizer import fetch_tokenizer
 from recipe.data.options import DataOptions
-from recipe.data.row_encoder import RowEncoder
 from recipe.data.token_store import FORMAT, TokenStore
 from recipe.data.tokenise import TokeniseOptions, tokenise
-from recipe.data.tokenise_rows import tokenise_rows
-from recipe.data.tokenizer import DEFAULT_EOS, TRAINING_CHARS, TextEncoder, load_tokenizer, train_tokenizer
+from recipe.data.tokenizer import (
+    CHUNK_CHARS,
+    DEFAULT_EOS,
+    TRAINING_CHARS,
+    TextEncoder,
+    fetch_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from recipe.shared.build_once import build_once, discard
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_every_rank
+from recipe.shared.together import on_every
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedCorpus:
-    """One corpus on its way into the cache. `open` finds its documents; only a rank that reads them calls it."""
+    """A corpus to be cached. `open` finds its documents; only a rank that reads them calls it."""
 
     facts: CorpusFacts
     open: Callable[[], Corpus]
@@ -35,7 +40,7 @@ class CachedCorpus:
 
 
 def cache_folder(options: DataOptions) -> Path:
-    """The user's choice, or gather-moe in the user's cache folder."""
+    """Return the folder that the options name, or gather-moe in the user's cache folder."""
     if options.cache_dir is not None:
         return Path(options.cache_dir)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gather-moe"
@@ -46,11 +51,11 @@ def num_tokenising_workers(options: DataOptions) -> int:
 
 
 def get_tokenizer(corpus: CachedCorpus, *, options: DataOptions, ranks: Ranks) -> "PreTrainedTokenizerBase":
-    """The tokenizer the options name, or one trained on the corpus; the same on every rank; collective."""
+    """Return the tokenizer that the options name, or one trained on the corpus, equal on every rank. Collective."""
     if options.tokenizer_name is not None:
         source = fetch_tokenizer(options.tokenizer_name, ranks=ranks)
         load_named = partial(load_tokenizer, source, eos_token=options.eos_token, chat_template=options.chat_template)
-        return on_every_rank(load_named, ranks=ranks)
+        return on_every(load_named, ranks=ranks)
     eos_token = options.eos_token or DEFAULT_EOS
     settings = (options.train_vocab_size, eos_token, options.text_column_name, options.skip_invalid_text)
     key = digest_of(["tokenizer", FORMAT, CHUNK_CHARS, TRAINING_CHARS, corpus.facts.manifest, *settings])
@@ -65,13 +70,13 @@ def get_tokenizer(corpus: CachedCorpus, *, options: DataOptions, ranks: Ranks) -
         )
 
     folder = _ensure(f"tokenizer-{key}", build, options=options, ranks=ranks)
-    return on_every_rank(partial(load_tokenizer, folder), ranks=ranks)
+    return on_every(partial(load_tokenizer, folder), ranks=ranks)
 
 
 def get_tokens(
     corpus: CachedCorpus, *, encoder: TextEncoder | RowEncoder, options: DataOptions, ranks: Ranks
 ) -> TokenStore:
-    """The corpus as tokens, from the cache or by reading it now; equal on every rank; collective."""
+    """Return the corpus as tokens, cached before or read now, equal on every rank. Collective."""
     _check_equal(encoder.identity, ranks=ranks, what="tokenizer")
     settings = (corpus.max_documents, options.text_column_name, options.skip_invalid_text)
     key = digest_of(["tokens", FORMAT, CHUNK_CHARS, corpus.facts.manifest, encoder.identity, *settings])
@@ -83,12 +88,10 @@ def get_tokens(
     )
 
     def build(folder: Path) -> Iterator[None]:
-        if isinstance(encoder, RowEncoder):
-            return tokenise_rows(folder, corpus=corpus.open(), encoder=encoder, options=tokenise_options)
         return tokenise(folder, corpus=corpus.open(), encoder=encoder, options=tokenise_options)
 
     folder = _ensure(f"tokens-{key}", build, options=options, ranks=ranks)
-    store = on_every_rank(partial(TokenStore, folder), ranks=ranks)
+    store = on_every(partial(TokenStore, folder), ranks=ranks)
     _check_equal(store.facts.digest, ranks=ranks, what=f"tokens in {folder}")
     return store
 
@@ -102,7 +105,7 @@ def _ensure(name: str, build: Callable[[Path], Iterator[None]], *, options: Data
 
 
 def _check_equal(identity: str, *, ranks: Ranks, what: str) -> None:
-    """Hosts that share no file system may hold different files under one name."""
+    """Raise on all ranks unless they hold the same: hosts may hold different files under one name."""
     identities = ranks.gather(identity)
     differing = [rank for rank, other in enumerate(identities) if other != identities[0]]
     if differing:

@@ -1,19 +1,36 @@
-"""Rows of chat data: messages, or a prompt and its completion, checked before a template or a tokenizer sees them."""
+"""Rows of chat data to tokens, each with whether it is trained on: checked, written out by the template, encoded.
+
+A conversation is written out by the tokenizer's chat template and then encoded as one text; a token belongs to a
+response where it overlaps the response's stretch of that text. The template itself says where responses lie if it has
+{% generation %} markers. Otherwise they are found by writing the conversation out up to each response, with what the
+template puts before one (the generation prompt), and up to its end: each must be a beginning of the whole. A message
+whose "weight" is 0 is none of the responses.
+"""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipe.data.documents import Row, checked, digest_of
+from recipe.data.options import CHAT_COLUMNS, PAIR_COLUMNS, DataFormat
+from recipe.data.tokenizer import TextEncoder, private_copy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ASSISTANT = "assistant"
-CHAT_COLUMNS = ("messages", "conversations")
-PAIR_COLUMNS = ("prompt", "completion")
 # Who speaks where messages are spelt {"from": …, "value": …}.
 SPEAKERS = {
     "human": "user",
     "gpt": ASSISTANT,
     **{role: role for role in ("system", "user", ASSISTANT, "tool")},
 }
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 Message = dict[str, Any]
 
@@ -39,17 +56,17 @@ class Pair(NamedTuple):
 
 
 def is_response(message: Message) -> bool:
-    """Whether a message is one to train on: what the assistant says, unless its "weight" is 0."""
+    """Return whether to train on a message: the assistant's, unless its "weight" is 0."""
     return message["role"] == ASSISTANT and not weighs_nothing(message)
 
 
 def weighs_nothing(message: Message) -> bool:
-    """Whether a message asks not to be trained on, as OpenAI's format for fine-tuning spells it."""
+    """Return whether a message asks not to be trained on, as OpenAI's format for fine-tuning spells it."""
     return bool(message.get("weight", 1) == 0)
 
 
 def read_chat(fields: Mapping[str, Any], *, place: str) -> Conversation:
-    """A row with "messages" or, where there are none, "conversations"; ValueError with its place where neither is."""
+    """Read a row with "messages" or, without them, "conversations"; ValueError with its place if it has neither."""
     column = next((name for name in CHAT_COLUMNS if fields.get(name) is not None), None)
     if column is None:
         raise ValueError(_lacks(fields, needed="'messages' (or 'conversations')", place=place))
@@ -57,7 +74,7 @@ def read_chat(fields: Mapping[str, Any], *, place: str) -> Conversation:
 
 
 def read_pair(fields: Mapping[str, Any], *, place: str) -> Conversation | Pair:
-    """A row with "prompt" and "completion", both texts or both lists of messages; ValueError with its place if not."""
+    """Read a row with "prompt" and "completion", two texts or two lists of messages, or ValueError with its place."""
     prompt, completion = (fields.get(name) for name in PAIR_COLUMNS)
     if prompt is None or completion is None:
         raise ValueError(_lacks(fields, needed="'prompt' and 'completion'", place=place))
@@ -87,7 +104,7 @@ def _messages(value: object, *, column: str, place: str) -> list[Message]:
 
 
 def _message(item: object, *, place: str) -> Message:
-    """What is null is left out: tables fill it in where other rows have a field."""
+    """Check a message and spell it with "role" and "content"; nulls, which tables fill in, are left out."""
     if not isinstance(item, Mapping):
         raise ValueError(f"{place}: it must be an object with 'role' and 'content', not {type(item).__name__}")
     message = {name: value for name, value in item.items() if value is not None}
@@ -105,7 +122,7 @@ def _message(item: object, *, place: str) -> Message:
 
 
 def _tools(fields: Mapping[str, Any], place: str) -> list[Any] | None:
-    """Tables cannot hold schemas of different shapes, so data sets often keep them as JSON in a text."""
+    """Read schemas of tools; tables cannot hold different shapes, so data sets often keep them as JSON in a text."""
     tools = fields.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -114,3 +131,200 @@ def _tools(fields: Mapping[str, Any], place: str) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"{place}: 'tools' must be a list of schemas, not {type(tools).__name__}")
     return tools or None
+
+
+class Span(NamedTuple):
+    """A stretch of a text, in characters."""
+
+    start: int
+    end: int
+
+
+class Rendered(NamedTuple):
+    """A row as one text. `prefix` are ids that go before it; `responses` are the stretches to train on."""
+
+    text: str
+    responses: tuple[Span, ...]
+    prefix: tuple[int, ...] = ()
+
+
+class EncodedRow(NamedTuple):
+    """A row as a document.
+
+    ids      [num_ids]  int64
+    trained  [num_ids]  bool
+    """
+
+    ids: NDArray[np.int64]
+    trained: NDArray[np.bool_]
+
+
+class RowEncoder:
+    """Encodes rows of one format. `encode` may be called from several threads, `render` from one.
+
+    Special tokens that a text spells are special tokens, as in transformers' apply_chat_template. A document ends with
+    the end-of-document token: it is added where the text does not already end with it, and trained on where it ends a
+    response.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, data_format: DataFormat) -> None:
+        plain = TextEncoder(tokenizer)
+        self._tokenizer = tokenizer
+        self._format = data_format
+        self._prefix, self._eos_id, self._eos = plain.prefix, plain.eos_id, str(tokenizer.eos_token)
+        self._fast = private_copy(tokenizer)
+        if self._fast is None:
+            raise ValueError(
+                f"{data_format.name} data needs a fast tokenizer, one that says where in the text a token lies; "
+                f"{type(tokenizer).__name__} is none"
+            )
+        self._fast.encode_special_tokens = False
+        if data_format.name == "chat":
+            self._template(None)
+        self.max_workers = None
+        self.vocab_size = plain.vocab_size
+        self.trains_on_all = data_format.train_on == "all"
+        parts = [plain.identity, data_format.name, data_format.train_on, tokenizer.chat_template]
+        self.identity = digest_of([*parts, sorted(tokenizer.special_tokens_map.items())])
+
+    def render(self, row: Row) -> Rendered:
+        """Return the row's text and where its responses lie; ValueError with the row's place if it does not fit."""
+        fields = row.read()
+        if self._format.name == "chat":
+            content: Conversation | Pair = read_chat(fields, place=row.place)
+        else:
+            content = read_pair(fields, place=row.place)
+        if isinstance(content, Pair):
+            text = checked(content.prompt + content.completion, place=row.place)
+            return Rendered(text, (Span(len(content.prompt), len(text)),), self._prefix)
+        rendered = self._render_conversation(content, place=row.place)
+        checked(rendered.text, place=row.place)
+        return rendered
+
+    def encode(self, rows: Sequence[Rendered]) -> list[EncodedRow]:
+        """Return each row as a document, which has no ids if the row has no text."""
+        encodings = self._fast.encode_batch([row.text for row in rows], add_special_tokens=False)
+        return [self._document(row, encoding) for row, encoding in zip(rows, encodings, strict=True)]
+
+    def _document(self, row: Rendered, encoding: Any) -> EncodedRow:
+        if not encoding.ids:
+            return EncodedRow(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_))
+        ids = np.array(encoding.ids, dtype=np.int64)
+        starts, ends = np.array(encoding.offsets, dtype=np.int64).T
+        trained = np.full(len(ids), self.trains_on_all)
+        for response in row.responses:
+            trained |= (starts < response.end) & (ends > response.start)
+        if row.prefix != tuple(ids[: len(row.prefix)].tolist()):  # a text may spell it
+            ids = np.concatenate([row.prefix, ids])
+            trained = np.concatenate([np.full(len(row.prefix), self.trains_on_all), trained])
+        if not row.text.rstrip().endswith(self._eos):
+            ends_response = any(r.end > r.start and not row.text[r.end :].strip() for r in row.responses)
+            ids = np.append(ids, self._eos_id)
+            trained = np.append(trained, self.trains_on_all or ends_response)
+        return EncodedRow(ids, trained)
+
+    def _render_conversation(self, content: Conversation, *, place: str) -> Rendered:
+        messages, tools = content.messages, content.tools
+        if self.trains_on_all:
+            _check_weights(messages, reason="--train_on all trains on every token", place=place)
+            return Rendered(self._apply(messages, tools=tools, place=place), ())
+        if content.num_in_prompt is not None:
+            after = messages[content.num_in_prompt :]
+            _check_weights(after, reason="a completion is trained on as a whole", place=place)
+            whole = self._apply(messages, tools=tools, place=place)
+            prompt = messages[: content.num_in_prompt]
+            start = self._length_of_beginning(prompt, whole=whole, tools=tools, place=place, is_prompt=True)
+            return Rendered(whole, (Span(start, len(whole)),))
+        if GENERATION.search(self._template(tools)):
+            return self._apply_with_markers(messages, tools=tools, place=place)
+        whole = self._apply(messages, tools=tools, place=place)
+        responses = []
+        for number, message in enumerate(messages):
+            if is_response(message):
+                start, end = (
+                    self._length_of_beginning(part, whole=whole, tools=tools, place=place, is_prompt=is_prompt)
+                    for part, is_prompt in ((messages[:number], True), (messages[: number + 1], False))
+                )
+                responses.append(Span(start, end))
+        return Rendered(whole, tuple(responses))
+
+    def _length_of_beginning(
+        self, messages: list[Message], *, whole: str, tools: list[Any] | None, place: str, is_prompt: bool
+    ) -> int:
+        """Return how far the first messages reach in the whole conversation, in characters."""
+        first = f"the first {len(messages)} messages"
+        try:
+            beginning = self._apply(messages, tools=tools, place=place, add_generation_prompt=is_prompt)
+        except ValueError as error:
+            raise ValueError(_cannot_find(f"refuses {first} by themselves ({error.__cause__})", place)) from error
+        if not whole.startswith(beginning):
+            raise ValueError(_cannot_find(f"writes {first} otherwise when more follow", place))
+        return len(beginning)
+
+    def _apply(
+        self, messages: list[Message], *, tools: list[Any] | None, place: str, add_generation_prompt: bool = False
+    ) -> str:
+        return self._run_template(messages, tools=tools, place=place, add_generation_prompt=add_generation_prompt)[0]
+
+    def _apply_with_markers(self, messages: list[Message], *, tools: list[Any] | None, place: str) -> Rendered:
+        text, marked = self._run_template(messages, tools=tools, place=place, return_assistant_tokens_mask=True)
+        spans = tuple(Span(*span) for span in marked)
+        return Rendered(text, _weighted(spans, text=text, messages=messages, place=place))
+
+    def _run_template(
+        self, messages: list[Message], *, tools: list[Any] | None, place: str, **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and the stretches between markers if asked for: apply_chat_template before it encodes."""
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        inputs: dict[str, Any] = {**self._tokenizer.special_tokens_map, **options}
+        template = self._template(tools)
+        try:
+            rendered: Any = render_jinja_template([messages], tools=tools, chat_template=template, **inputs)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(f"{place}: the chat template refuses this row: {error}") from error
+        texts, marked = rendered
+        return texts[0], marked[0] if marked else []
+
+    def _template(self, tools: list[Any] | None) -> str:
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                f"the tokenizer {self._tokenizer.name_or_path!r} has no chat template to write messages out by; give "
+                "one by --chat_template FILE"
+            )
+        template: str = self._tokenizer.get_chat_template(tools=tools)
+        return template
+
+
+def _cannot_find(fault: str, place: str) -> str:
+    return (
+        f"{place}: the chat template {fault}, so responses cannot be found in it; give another template by "
+        "--chat_template FILE (for chat data one with {% generation %} and {% endgeneration %} around responses, as "
+        "TRL has for many models), or --train_on all"
+    )
+
+
+def _check_weights(messages: list[Message], *, reason: str, place: str) -> None:
+    if any(map(weighs_nothing, messages)):
+        raise ValueError(
+            f"{place}: the 'weight' of a message is 0, but {reason}; leave the weight out, or train "
+            "on the responses of rows with 'messages'"
+        )
+
+
+def _weighted(marked: tuple[Span, ...], *, text: str, messages: list[Message], place: str) -> tuple[Span, ...]:
+    """Drop the marked stretches of messages whose weight is 0; ValueError if it cannot be told which those are."""
+    answers = [message for message in messages if message["role"] == ASSISTANT]
+    if not any(map(weighs_nothing, answers)):
+        return marked
+    pairs = list(zip(answers, marked, strict=False))
+    if len(answers) != len(marked) or any(
+        str(message.get("content", "")).strip() not in text[span.start : span.end] for message, span in pairs
+    ):
+        raise ValueError(
+            f"{place}: the 'weight' of a message is 0, but the chat template does not put each of the {len(answers)} "
+            f"assistant messages as it is between markers of its own ({len(marked)} stretches are marked); leave the "
+            "weight out, or give a template without {% generation %} by --chat_template FILE"
+        )
+    return tuple(span for message, span in pairs if is_response(message))

@@ -1,4 +1,4 @@
-"""What a corpus is to the rest of the data code: documents one after the other, and a name for their content."""
+"""A corpus: documents in a fixed order, each a text or a row of fields, and a digest of their content."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,14 +11,14 @@ class InvalidTextError(ValueError):
 
 
 class Document(NamedTuple):
-    """One text. `pieces` is read once and may raise InvalidTextError; the corpus goes on to the next document then."""
+    """A text. `pieces` is read once and may raise InvalidTextError; the corpus goes on to the next document then."""
 
     source: str  # the file (or data set) that skipped documents are counted under
     pieces: Iterable[str]
 
 
 class Row(NamedTuple):
-    """One entry of a corpus with all its fields, by name. `read` may raise InvalidTextError, as a document may."""
+    """An entry of a corpus with all its fields, by name. `read` may raise InvalidTextError."""
 
     source: str
     place: str  # the file and the line or row in it, for messages
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 def no_rows() -> Iterator[Row]:
-    """The rows of a corpus that is text and nothing else."""
+    """Return the rows of a corpus that is text and nothing else: none."""
     return iter(())
 
 
@@ -45,7 +45,7 @@ class Corpus:
 
 
 def text_documents(rows: Iterable[Row], *, column: str) -> Iterator[Document]:
-    """The field `column` of each row as a document."""
+    """Yield the field `column` of each row as a document."""
     for row in rows:
         yield Document(row.source, _pieces(row, column=column))
 
@@ -55,7 +55,7 @@ def _pieces(row: Row, *, column: str) -> Iterator[str]:
 
 
 def digest_of(parts: Iterable[object]) -> str:
-    """A short digest of a sequence of plain values, in order."""
+    """Return a short digest of a sequence of plain values, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(repr(part).encode("utf-8", "surrogateescape") + b"\n")
@@ -63,9 +63,9 @@ def digest_of(parts: Iterable[object]) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """The same without fields that are null, at any depth: a table gives every row the fields of all its rows.
+    """Drop fields that are null, at any depth: a table gives every row the fields of all its rows.
 
-    What is null in a list was so in the source and stays.
+    A null in a list was one in the source and stays.
     """
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
@@ -73,7 +73,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def decode(raw: bytes, *, place: str) -> str:
-    """UTF-8 to text, or InvalidTextError with the place."""
+    """Decode UTF-8, or raise InvalidTextError with the place."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -81,7 +81,7 @@ def decode(raw: bytes, *, place: str) -> str:
 
 
 def checked(text: str, *, place: str) -> str:
-    """A text that came decoded: half of a surrogate pair (JSON can spell one) has no UTF-8 and no tokens."""
+    """Return a decoded text, or raise InvalidTextError for half of a surrogate pair, which has no UTF-8."""
     if not text.isascii():
         try:
             text.encode("utf-8")
@@ -95,7 +95,7 @@ def invalid_text(place: str, error: UnicodeError) -> InvalidTextError:
 
 
 def text_of(value: object, *, place: str) -> str:
-    """The text in a field: a string, nothing at all (empty), or a list of strings (its lines)."""
+    """Return the text in a field: a string, a list of strings (its lines), or null (empty)."""
     if value is None:
         return ""
     if isinstance(value, str):

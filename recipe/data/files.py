@@ -32,7 +32,7 @@ RowReader = Callable[[Path], Iterator[Row]]
 
 
 def file_corpus(pattern: str, *, option: str, column: str) -> Corpus:
-    """The documents of every file that `pattern` names, in sorted order of path.
+    """Return every file that `pattern` names, in sorted order of path, as a corpus.
 
     pattern  a path or glob pattern, or several separated by commas
     option   the flag the pattern came from, for messages
@@ -52,7 +52,7 @@ def file_corpus(pattern: str, *, option: str, column: str) -> Corpus:
 
 
 def read_text_files(paths: Iterable[Path]) -> Iterator[Document]:
-    """Each file is one document, whatever its name ends in."""
+    """Yield each file as one document, whatever its name ends in."""
     for path in paths:
         yield Document(str(path), _text_pieces(path))
 
@@ -103,7 +103,7 @@ def _text_rows(path: Path) -> Iterator[Row]:
 
 
 def _text_pieces(path: Path) -> Iterator[str]:
-    """A text file in pieces of at most READ_BYTES, so that its size and its line length cost no memory."""
+    """Yield a text file in pieces of at most READ_BYTES, so that neither its size nor its line length costs memory."""
     decoder, num_lines = codecs.getincrementaldecoder("utf-8-sig")(), 0
     with open(path, "rb") as file:
         while True:

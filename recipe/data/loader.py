@@ -1,13 +1,11 @@
-"""The endless stream of training steps, whose place is one integer: the number of sequences already consumed.
+"""The endless stream of training steps, whose position is one integer: the number of sequences already consumed.
 
 Sequence p of the stream is item p % n of epoch p // n in that epoch's order. The step that starts at p gives sequence
 p + (a*dp + d)*B + b to micro-batch a, data-parallel rank d, row b. So the stream is the same for every dp and every
 accumulation, and to resume is to start at the saved integer. No random state is used or touched.
 """
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -15,12 +13,13 @@ from typing import NamedTuple
 from recipe.data.batches import MicroBatch, stack_blocks
 from recipe.data.order import EpochOrder
 from recipe.data.packing import PackedBlocks
-
-MICRO_BATCHES_AHEAD = 2  # for each worker
+from recipe.data.tokenise import map_in_order
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
+    """How the stream is shared by dp ranks and read."""
+
     num_sequences: int  # B, of one group's micro-batch
     seed: int
     dp: int = 1
@@ -35,7 +34,7 @@ class LoaderOptions:
 
 
 class Step(NamedTuple):
-    """What this rank's group does between two optimizer updates."""
+    """The micro-batches of this rank's group between two optimizer updates."""
 
     micro_batches: list[MicroBatch]  # [accumulation]
     position: int  # of the stream after this step: what a checkpoint keeps
@@ -70,11 +69,11 @@ class StepLoader:
         self._say = say
 
     def steps(self, position: int) -> Iterator[Step]:
-        """The steps from `position` on, without end. Close the iterator to end its threads early."""
+        """Yield the steps from `position` on, without end. Close the iterator to end its threads early."""
         if position < 0:
             raise ValueError(f"position={position} must be a number of sequences, at least 0")
         accumulation, per_step = self._options.accumulation, self._options.sequences_per_step
-        batches = self._prefetched(position) if self._options.num_workers else self._inline(position)
+        batches = self._batches(position)
         try:
             for start in count(position, per_step):
                 self._announce(start)
@@ -83,7 +82,7 @@ class StepLoader:
             batches.close()
 
     def _announce(self, start: int) -> None:
-        """Say so where the step that starts here begins an epoch or reaches into the next one."""
+        """Say so if the step that starts here begins an epoch or reaches into the next one."""
         num_blocks = len(self._blocks)
         last = start + self._options.sequences_per_step - 1
         epoch = last // num_blocks
@@ -93,15 +92,15 @@ class StepLoader:
             )
 
     def _requests(self, position: int) -> Iterator[_Request]:
-        """What each micro-batch of this rank holds."""
+        """Yield which blocks each micro-batch of this rank holds."""
         options, num_blocks = self._options, len(self._blocks)
         order = self._order_of(position // num_blocks)
         first = position + options.dp_rank * options.num_sequences
         for begin in count(first, options.dp * options.num_sequences):
             positions = range(begin, begin + options.num_sequences)
             indices = []
-            for place in positions:
-                epoch, index = divmod(place, num_blocks)
+            for sequence in positions:
+                epoch, index = divmod(sequence, num_blocks)
                 order = order if order.epoch == epoch else self._order_of(epoch)
                 indices.append(order[index] if options.shuffle else index)
             yield _Request(positions, indices)
@@ -115,22 +114,13 @@ class StepLoader:
             chosen, positions=request.positions, num_sequences=len(chosen), block_size=self._blocks.block_size
         )
 
-    def _inline(self, position: int) -> Generator[MicroBatch, None, None]:
-        yield from map(self._load, self._requests(position))
-
-    def _prefetched(self, position: int) -> Generator[MicroBatch, None, None]:
-        """The same micro-batches in the same order, prepared by threads a bounded number ahead."""
-        requests = self._requests(position)
-        with ThreadPoolExecutor(self._options.num_workers, thread_name_prefix="loader") as pool:
-            ahead: deque[Future[MicroBatch]] = deque()
-            try:
-                while True:
-                    while len(ahead) < MICRO_BATCHES_AHEAD * self._options.num_workers:
-                        ahead.append(pool.submit(self._load, next(requests)))
-                    yield ahead.popleft().result()
-            finally:
-                for future in ahead:
-                    future.cancel()
+    def _batches(self, position: int) -> Generator[MicroBatch, None, None]:
+        """Yield the micro-batches of this rank in order, prepared ahead by threads if there are any."""
+        requests, num_workers = self._requests(position), self._options.num_workers
+        if num_workers:
+            yield from map_in_order(requests, work=self._load, num_workers=num_workers, name="loader")
+        else:
+            yield from map(self._load, requests)
 
 
 def _faults(options: LoaderOptions) -> list[str]:

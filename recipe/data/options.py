@@ -1,17 +1,23 @@
-"""What the user chose about data, and every choice that cannot hold listed in one error."""
+"""What the user chose about data, every choice that cannot hold listed in one error, and what the rows then are."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from recipe.data.documents import Corpus, InvalidTextError
 
 FORMATS = ("auto", "text", "chat", "prompt_completion")
 TRAIN_ON = ("auto", "responses", "all")
 PACKING = ("auto", "wrapped", "whole")
 MIN_TRAINED_VOCAB_SIZE = 257  # every byte, and the end of a document
+# Columns that tell a format.
+CHAT_COLUMNS = ("messages", "conversations")
+PAIR_COLUMNS = ("prompt", "completion")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Names follow the Hugging Face script run_clm.py where the thing exists there.
+    """Choices about data; names follow the Hugging Face script run_clm.py where the thing exists there.
 
     Without `dataset_name` and `train_file` the corpus is the running Python's own standard library; without
     `tokenizer_name` a byte-level BPE of `train_vocab_size` entries is trained on the training corpus.
@@ -40,7 +46,7 @@ class DataOptions:
 
 
 def option_faults(options: DataOptions) -> list[str]:
-    """Every choice that cannot hold, in words; nothing is read from disk."""
+    """Return every choice that cannot hold, in words; nothing is read from disk."""
     settled = options.data_format in FORMATS and options.data_format != "auto"
     of_format = format_faults(options, data_format=options.data_format) if settled else []
     return [*_count_faults(options), *_source_faults(options), *_choice_faults(options), *of_format]
@@ -54,7 +60,7 @@ def check_options(options: DataOptions) -> None:
 
 
 def format_faults(options: DataOptions, *, data_format: str) -> list[str]:
-    """What cannot hold where the rows are of this format: "text", "chat" or "prompt_completion"."""
+    """Return what cannot hold where the rows are "text", "chat" or "prompt_completion"."""
     faults = []
     if data_format == "text":
         if options.train_on == "responses":
@@ -111,3 +117,62 @@ def _source_faults(options: DataOptions) -> Iterator[str]:
         yield f"dataset_config_name={options.dataset_config_name!r} needs a dataset_name"
     if options.streaming and not options.dataset_name:
         yield "streaming=True needs a dataset_name; files are read as a stream in any case"
+
+
+class DataFormat(NamedTuple):
+    """How the rows of a corpus are read: as plain text, as conversations, or as prompts with their completions.
+
+    name      "text", "chat" or "prompt_completion"
+    train_on  "responses" (what the assistant says, or the completion) or "all"
+    packing   "wrapped" (documents are cut at the end of a block) or "whole" (they are not, if they fit in one)
+    reason    why it is this format, for the log
+    """
+
+    name: str
+    train_on: str
+    packing: str
+    reason: str
+
+
+def choose_format(corpus: Corpus, *, options: DataOptions) -> DataFormat:
+    """Return the format that the options name, or else the one whose columns the first row has; text if it has none."""
+    name, reason = options.data_format, "as --data_format says"
+    if name == "auto":
+        columns = _first_columns(corpus, skip_invalid_text=options.skip_invalid_text)
+        found = _formats_of(columns, text_column=options.text_column_name)
+        if len(found) > 1:
+            raise ValueError(
+                f"the first row of {corpus.name} has {columns}, which can be read as {' or '.join(found)}; "
+                "say which by --data_format"
+            )
+        name, reason = next(iter(found.items()), ("text", "because it has no columns of conversations"))
+    train_on, packing = ("all", "wrapped") if name == "text" else ("responses", "whole")
+    if options.train_on != "auto":
+        train_on = options.train_on
+    if options.packing_strategy != "auto":
+        packing = options.packing_strategy
+    return DataFormat(name, train_on, packing, reason)
+
+
+def _formats_of(columns: list[str], *, text_column: str) -> dict[str, str]:
+    """Return the formats whose columns are there, each with the reason."""
+    found = {}
+    if text_column in columns:
+        found["text"] = f"because its first row has {text_column!r}"
+    for column in CHAT_COLUMNS:
+        if column in columns:
+            found["chat"] = f"because its first row has {column!r}"
+    if all(column in columns for column in PAIR_COLUMNS):
+        found["prompt_completion"] = "because its first row has 'prompt' and 'completion'"
+    return found
+
+
+def _first_columns(corpus: Corpus, *, skip_invalid_text: bool) -> list[str]:
+    """Return the fields of the first row that can be read, without those that are null."""
+    for row in corpus.rows():
+        try:
+            return [name for name, value in row.read().items() if value is not None]
+        except InvalidTextError:
+            if not skip_invalid_text:
+                raise
+    return []

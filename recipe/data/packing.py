@@ -1,4 +1,4 @@
-"""Documents laid end to end in blocks of equal length, cut there or kept whole, with their starts remembered."""
+"""Documents concatenated into blocks of equal length, cut at block ends or kept whole, and some held out."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ IGNORED = -100  # the label that Hugging Face losses leave out
 
 
 class Stretches(NamedTuple):
-    """Which parts of a token file to use, in order: part i is tokens[starts[i]:ends[i]], never empty."""
+    """The parts of a token file to use, in order: part i is tokens[starts[i]:ends[i]], never empty."""
 
     starts: NDArray[np.int64]  # [num_parts]
     ends: NDArray[np.int64]  # [num_parts]
@@ -67,7 +67,7 @@ class PackedBlocks:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, those of the unused last stretch included and padding left out."""
+        """Tokens of all parts, those of the unused last stretch included and padding left out."""
         return int((self._ends - self._starts).sum())
 
     @property
@@ -83,7 +83,7 @@ class PackedBlocks:
         return -(-length // self.block_size) if self._whole else length // self.block_size
 
     def first(self, limit: int) -> "PackedBlocks":
-        """The first `limit` blocks, or all where there are fewer."""
+        """Return the first `limit` blocks, or all if there are fewer."""
         num_tokens = min(limit, len(self)) * self.block_size
         num_parts = int(np.searchsorted(self._stream_ends, num_tokens, side="left")) + 1
         starts, ends = self._starts[:num_parts], self._ends[:num_parts].copy()
@@ -105,7 +105,7 @@ class PackedBlocks:
         while filled < self.block_size and part < len(self._ends):
             part_end = int(self._stream_ends[part])
             source = int(self._ends[part]) - (part_end - begin - filled)
-            if source < self._starts[part]:  # it starts in a later block, behind padding
+            if source < self._starts[part]:  # it starts in a later block, after padding
                 break
             count = min(part_end, end) - (begin + filled)
             here, there = slice(filled, filled + count), slice(source, source + count)
@@ -121,7 +121,7 @@ class PackedBlocks:
 
 
 def _whole_ends(lengths: NDArray[np.int64], *, block_size: int) -> NDArray[np.int64]:
-    """Where parts of these lengths end in a stream of blocks with padding in front of those that do not fit."""
+    """Return where parts of these lengths end in a stream of blocks, with padding in front of those that do not fit."""
     ends = np.empty(len(lengths), dtype=np.int64)
     position = 0
     for part, length in enumerate(lengths.tolist()):
@@ -129,3 +129,53 @@ def _whole_ends(lengths: NDArray[np.int64], *, block_size: int) -> NDArray[np.in
         position += length if length <= left else left + length
         ends[part] = position
     return ends
+
+
+class Holdout(NamedTuple):
+    """The documents to train on, and those kept back for validation if the corpus brings no validation set."""
+
+    train: Stretches
+    validation: Stretches
+    rule: str  # in words, for the log
+
+
+def all_documents(ends: NDArray[np.int64]) -> Stretches:
+    """Return every document of a token store, in order; `ends` [num_documents] is where each ends."""
+    starts = np.zeros(len(ends), dtype=np.int64)
+    starts[1:] = ends[:-1]
+    return Stretches(starts, ends)
+
+
+def hold_out(ends: NDArray[np.int64], *, percentage: int) -> Holdout:
+    """Keep back `percentage` (0 to 99) of a corpus, always the same part of it whatever the seed.
+
+    Documents are taken at even distances, so that both parts hold every region of a sorted corpus. A corpus of fewer
+    documents than that needs is cut instead: the last `percentage` of its tokens are kept back.
+    """
+    documents = all_documents(ends)
+    num_documents = len(ends)
+    if percentage == 0:
+        none = Stretches(documents.starts[:0], documents.ends[:0])
+        return Holdout(documents, none, "nothing is held out")
+    if num_documents * percentage >= 100:
+        # Document i is held out where the running share i * percentage / 100 passes a whole number.
+        number = np.arange(num_documents, dtype=np.int64)
+        held_out = (number + 1) * percentage // 100 > number * percentage // 100
+        rule = f"{int(held_out.sum())} of {num_documents} documents are held out, at even distances"
+        return Holdout(_select(documents, ~held_out), _select(documents, held_out), rule)
+    num_tokens = int(ends[-1])
+    cut = num_tokens - num_tokens * percentage // 100
+    rule = (
+        f"the last {num_tokens - cut} of {num_tokens} tokens are held out, "
+        f"because {num_documents} documents are too few to hold out {percentage} % of them"
+    )
+    return Holdout(_between(documents, 0, cut), _between(documents, cut, num_tokens), rule)
+
+
+def _select(documents: Stretches, chosen: NDArray[np.bool_]) -> Stretches:
+    return Stretches(documents.starts[chosen], documents.ends[chosen])
+
+
+def _between(documents: Stretches, begin: int, end: int) -> Stretches:
+    starts, ends = documents.starts.clip(begin, end), documents.ends.clip(begin, end)
+    return _select(Stretches(starts, ends), starts < ends)

@@ -1,4 +1,4 @@
-"""From the user's options to a tokenizer and packed blocks, with every rank agreeing or every rank raising."""
+"""The user's options to a tokenizer and packed blocks; all ranks get them, or all raise the same error."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -6,17 +6,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recipe.data.cache import CachedCorpus, get_tokenizer, get_tokens, num_tokenising_workers
+from recipe.data.conversations import RowEncoder
 from recipe.data.corpora import CorporaFacts, CorpusFacts, facts_of, open_corpora
 from recipe.data.documents import Corpus
-from recipe.data.formats import DataFormat
-from recipe.data.holdout import Holdout, all_documents, hold_out
-from recipe.data.options import DataOptions, check_options, format_faults
-from recipe.data.packing import PackedBlocks
-from recipe.data.row_encoder import RowEncoder
+from recipe.data.options import DataFormat, DataOptions, check_options, format_faults
+from recipe.data.packing import Holdout, PackedBlocks, all_documents, hold_out
 from recipe.data.token_store import TokenStore, entropy_nats
 from recipe.data.tokenizer import TextEncoder
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_every_rank, on_first_rank
+from recipe.shared.together import on_every, on_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +24,7 @@ SKIPPED_FILES_SHOWN = 20
 
 
 class PreparedData(NamedTuple):
-    """`validation` has no blocks where the user asked for none. `report` is plain JSON for run.json."""
+    """The tokenizer and both parts; `validation` has no blocks if the user asked for none, `report` is plain JSON."""
 
     tokenizer: "PreTrainedTokenizerBase"
     train: PackedBlocks
@@ -45,7 +43,7 @@ class _Blocks(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """How many tokens are trained on in each part, and the entropy of those in the first."""
+    """Tokens trained on in each part, and the entropy of those in the training part."""
 
     train: int
     validation: int
@@ -53,14 +51,14 @@ class _Counts(NamedTuple):
 
 
 def prepare_data(options: DataOptions, *, ranks: Ranks, say: Callable[[str], None]) -> PreparedData:
-    """Find, tokenise (once) and pack the corpus; collective, and an error on one rank is raised on all.
+    """Find, tokenise (once) and pack the corpus. Collective: an error on one rank is raised on all.
 
     One rank of each file system reads the sources; all ranks read its cache. `say` is called on every rank with the
-    same lines. A user's mistake is a ValueError, anything else a RuntimeError that names the rank.
+    same lines. A user's mistake is a ValueError, anything else a RanksFailedError.
     """
     check_options(options)
     corpora = functools.cache(partial(open_corpora, options))  # opened on the ranks that read, and once
-    facts = on_first_rank(lambda: facts_of(corpora(), options=options), ranks=ranks)
+    facts = on_first(lambda: facts_of(corpora(), options=options), ranks=ranks)
     say(_sources_line(facts, options=options, ranks=ranks))
     say(_format_line(facts.data_format, options=options))
 
@@ -71,7 +69,7 @@ def prepare_data(options: DataOptions, *, ranks: Ranks, say: Callable[[str], Non
 
     train = CachedCorpus(facts=facts.train, open=lambda: corpora().train, max_documents=options.max_train_documents)
     tokenizer = get_tokenizer(train, options=options, ranks=ranks)
-    encoder = on_every_rank(partial(_make_encoder, tokenizer, data_format=facts.data_format), ranks=ranks)
+    encoder = on_every(partial(_make_encoder, tokenizer, data_format=facts.data_format), ranks=ranks)
     get = partial(get_tokens, encoder=encoder, options=options, ranks=ranks)
     stores = _Stores(
         get(train),
@@ -79,7 +77,7 @@ def prepare_data(options: DataOptions, *, ranks: Ranks, say: Callable[[str], Non
     )
     holdout = _hold_out(stores, options=options)
     blocks = _pack(stores, holdout=holdout, options=options, whole=facts.data_format.packing == "whole")
-    counts = on_first_rank(partial(_count_trained, stores, holdout=holdout), ranks=ranks)
+    counts = on_first(partial(_count_trained, stores, holdout=holdout), ranks=ranks)
     corpora_reports = [_corpus_report(facts.train, store=stores.train)]
     if facts.validation is not None and stores.validation is not None:
         corpora_reports.append(_corpus_report(facts.validation, store=stores.validation))
@@ -110,7 +108,7 @@ def _hold_out(stores: _Stores, *, options: DataOptions) -> Holdout:
 
 
 def _pack(stores: _Stores, *, holdout: Holdout, options: DataOptions, whole: bool) -> _Blocks:
-    """Every rank sees the same stores, so every rank raises here or none does."""
+    """Pack both parts. Every rank sees the same stores, so every rank raises here or none does."""
     size, train, validation = options.block_size, stores.train, stores.validation or stores.train
     blocks = _Blocks(
         PackedBlocks(train.tokens, stretches=holdout.train, block_size=size, trained=train.trained, whole=whole),
@@ -133,7 +131,7 @@ def _pack(stores: _Stores, *, holdout: Holdout, options: DataOptions, whole: boo
 
 
 def _count_trained(stores: _Stores, *, holdout: Holdout) -> _Counts:
-    """What is held out of the training store is not trained on; ValueError where a part has nothing to learn from."""
+    """Count the tokens trained on in each part; ValueError if a part has none."""
     counts = stores.train.token_counts()
     if stores.validation is not None:
         num_validation = stores.validation.facts.num_trained_tokens
@@ -193,7 +191,7 @@ def _sources_line(facts: CorporaFacts, *, options: DataOptions, ranks: Ranks) ->
 
 
 def _format_line(data_format: DataFormat, *, options: DataOptions) -> str:
-    """ValueError where the format that the data turned out to have does not go with the other options."""
+    """Say how rows are read; ValueError if the format found in the data clashes with the other options."""
     faults = format_faults(options, data_format=data_format.name)
     if faults:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The tokens of a corpus on disk: one flat file, where documents end in it, which to train on, what was left out."""
+"""The tokens of a corpus on disk: one flat file, the ends of its documents, a mask of what to train on, and counts."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ TOKENS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """What of a corpus is not in its store."""
+    """Counts of what a corpus has and its store lacks."""
 
     num_empty: Mapping[str, int] = field(default_factory=dict)  # documents without text, by file
     num_untrained: Mapping[str, int] = field(default_factory=dict)  # rows without a token to train on, by file
@@ -29,7 +29,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreFacts(LeftOut):
-    """What facts.json holds."""
+    """The content of facts.json."""
 
     num_documents: int
     num_tokens: int
@@ -132,12 +132,12 @@ class TokenStore:
         self.ends: NDArray[np.int64] = np.load(folder / ENDS, mmap_mode="r")
 
     def token_counts(self) -> NDArray[np.int64]:
-        """How often each token is trained on, [vocab_size]."""
+        """Return how often each token is trained on, [vocab_size]."""
         counts: NDArray[np.int64] = np.load(self.folder / COUNTS)
         return counts
 
     def count_tokens(self, *, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How often each token is trained on in the given stretches of `tokens`, [vocab_size]."""
+        """Return how often each token is trained on in the given stretches of `tokens`, [vocab_size]."""
         counts = np.zeros(self.facts.vocab_size, dtype=np.int64)
         # Every count costs as much as the vocabulary is large, however short the documents are.
         for pieces in _together(starts, ends):
@@ -158,12 +158,12 @@ class TokenStore:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest unsigned type, little-endian, that holds every id."""
+    """Return the narrowest unsigned type, little-endian, that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def entropy_nats(counts: NDArray[np.int64]) -> float:
-    """The entropy of the distribution that `counts` is proportional to: the loss of the best constant guess."""
+    """Return the entropy of the distribution that `counts` is proportional to: the loss of the best constant guess."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -185,7 +185,7 @@ def _pieces(end: int, *, start: int = 0) -> Iterator[slice]:
 
 
 def _together(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[list[slice]]:
-    """The stretches in groups of at most TOKENS_AT_ONCE tokens; a longer one is cut."""
+    """Yield the stretches in groups of at most TOKENS_AT_ONCE tokens; a longer one is cut."""
     group: list[slice] = []
     num_tokens = 0
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):

@@ -1,4 +1,6 @@
-"""One step of the real model on fake tensors, as one rank of a group of any size: collectives and storages counted.
+"""One step of a run as one rank of any number, without the others: the bytes it sends counted, its memory followed.
 
-Imports `engine` and `plan`, the latter only to print both side by side. Open `dry_run.py` first.
+The real model runs on fake tensors, DeepSpeed's real engine on tensors whose memory is never touched. Imports `engine`
+for that; `plan` only for the flags, the job they describe, and the prediction that is printed beside the count. Open
+`dry_run.py` first.
 """

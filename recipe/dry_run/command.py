@@ -1,8 +1,13 @@
 """`gather-moe dry-run`: one step of a run on fake tensors, as one of any number of ranks that are not there."""
 
 import argparse
+import io
 import json
+import logging
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 
 from recipe.shared.command import Command
@@ -33,16 +38,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Exit code 1 where the bytes of a plan that was asked for differ."""
-    from recipe.dry_run.quiet import quiet_libraries
+    """Print what was counted; exit code 1 where the bytes of a plan that was asked for differ."""
     from recipe.plan.flags import read_job
     from recipe.plan.hardware import find_hardware
 
     hardware = find_hardware(arguments.gpu or USUAL[arguments.device or "cuda"], device=arguments.device)
     job, settings = read_job(arguments, device=hardware.device, compute_capability=hardware.compute_capability)
     with quiet_libraries():
-        from recipe.dry_run.dry_run import compare, dry_run
-        from recipe.dry_run.planned_memory import compare_memory
+        from recipe.dry_run.dry_run import dry_run
+        from recipe.dry_run.report import as_json, compare, describe
 
         found = dry_run(
             job,
@@ -51,16 +55,26 @@ def _run(arguments: argparse.Namespace) -> int:
             all_layers=arguments.all_layers,
             say=partial(print, file=sys.stderr, flush=True),
         )
-        compared = compare(found, job, rank=arguments.rank) if arguments.compare else None
-        memory = compare_memory(found, job) if arguments.compare else ()
-    from recipe.dry_run.report import as_json, describe
-
+        comparison = compare(found, job, rank=arguments.rank) if arguments.compare else None
     if arguments.json:
-        print(json.dumps(as_json(found, job, rank=arguments.rank, compared=compared, memory=memory), indent=1))
+        print(json.dumps(as_json(found, job, rank=arguments.rank, comparison=comparison), indent=1))
     else:
-        for line in describe(found, job, rank=arguments.rank, compared=compared, memory=memory):
+        for line in describe(found, job, rank=arguments.rank, comparison=comparison):
             print(line)
-    return 1 if compared is not None and not all(row.is_equal for row in compared) else 0
+    return 1 if comparison is not None and not comparison.is_equal else 0
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Drop what DeepSpeed prints to stdout, where only the result belongs, and log errors alone."""
+    before = logging.root.manager.disable
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
 
 
 COMMANDS = (

@@ -1,19 +1,72 @@
-"""A run that sends nothing: what a rank of any number would send in a step, and keep in memory, and the plan of it."""
+"""A step that sends nothing: what a rank of any number would send in it, and the memory of one micro-batch.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+The model's part is one micro-batch of the real model on fake tensors, of which only a few layers are run: layers of a
+kind send alike and keep alike, so two more layers than one tell what each further one adds. The engine's part is the
+real engine at full size (engine_trace.py). Nothing here is computed by the planner.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from recipe.dry_run.even_routing import even_share
-from recipe.dry_run.fake_world import fake_world
-from recipe.dry_run.found import Compared, DryRun
-from recipe.dry_run.model_trace import on_cpu, trace_micro_batch
-from recipe.dry_run.zero_trace import trace_engine
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from modeling.mesh import ParallelMesh
+from modeling.model import GatherMoeForCausalLM
+from modeling.noise import NoiseOrigin
+from recipe.dry_run.engine_trace import trace_engine
+from recipe.dry_run.fake_world import config_of, execution_of, fake_world, without_data
+from recipe.dry_run.ledger import Ledger, Sent, add_up
+from recipe.dry_run.live_memory import LiveMemory, PhasePeaks, Phases
 from recipe.plan.job import Job
-from recipe.plan.sent import Sent, add_up
-from recipe.plan.traffic import planned_traffic
 
 LAYERS_RUN_AT_ONCE = 4  # a model of more is put together from fewer
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class DryRun(NamedTuple):
+    """What was counted.
+
+    rows          of a whole step of the rank
+    memory_bytes  alive at the fullest moment of a micro-batch, by kind: weights and gradients as without ZeRO
+    moment        when that is
+    notes         what was assumed, in words
+    """
+
+    rows: tuple[Sent, ...]
+    memory_bytes: Mapping[str, int]
+    moment: str
+    notes: tuple[str, ...]
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(row.sent_bytes for row in self.rows)
+
+
+class Layers(NamedTuple):
+    """How many of each kind a model has."""
+
+    moe: int
+    dense: int
+
+    @property
+    def total(self) -> int:
+        return self.moe + self.dense
+
+
+class Trace(NamedTuple):
+    """One micro-batch: what was sent, and the bytes alive at the fullest moment of each part of it, by kind."""
+
+    rows: tuple[Sent, ...]
+    phases: Phases
+
+    @property
+    def fullest(self) -> str:
+        """The part with the highest peak."""
+        return max(self.phases, key=lambda phase: self.phases[phase].total())
 
 
 def dry_run(
@@ -24,12 +77,12 @@ def dry_run(
     all_layers: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> DryRun:
-    """Run a step of the job as `rank`, on fake tensors and, for the engine's own part, on a narrow model.
+    """Run a step of the job as `rank`, in a process without a process group.
 
     engine_config  what DeepSpeed gets in the run itself, with the job's zero block
     all_layers     run all of many layers, instead of a few of each kind for all
 
-    Needs a process without a process group. ValueError for copies of experts, which go by the loads of earlier steps.
+    ValueError for copies of experts, which go by the loads of earlier steps.
     """
     if job.wire.resident_experts:
         raise ValueError(
@@ -39,32 +92,100 @@ def dry_run(
     all_layers = all_layers or job.sizes.num_hidden_layers <= LAYERS_RUN_AT_ONCE
     with fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads, rank=rank) as mesh:
         trace = trace_micro_batch(job, mesh, all_layers=all_layers, say=say)
-        say("the engine with a narrow model")
-        engine = trace_engine(job, mesh, engine_config=engine_config)
-    rows = [*(_in_a_step(row, job) for row in trace.rows), *engine]
+        say("DeepSpeed's engine with all layers")
+        engine_rows = trace_engine(job, mesh, engine_config=engine_config)
+    rows = [*_times(trace.rows, job.accumulation), *engine_rows]
     moment = trace.fullest
     return DryRun(add_up(rows), trace.phases[moment], moment, tuple(_notes(job, all_layers=all_layers)))
 
 
-def compare(found: DryRun, job: Job, *, rank: int = 0) -> tuple[Compared, ...]:
-    """Counted and planned rows side by side. A dense layer's products are counted with attention's, so planned too.
+def trace_micro_batch(job: Job, mesh: ParallelMesh, *, all_layers: bool, say: Callable[[str], None]) -> Trace:
+    """Run forward and backward on the rank of `mesh`, and forward again where blocks are recomputed.
 
-    Calls are those of tensors on a CPU, where the head takes fewer tokens at a time. Rows of an exchange are planned
-    for the rank that was run: where they do not divide, it sends a few more or less than the mean.
+    Parameters and their gradients are those of a rank without ZeRO, in the type that is computed with.
     """
-    planned = planned_traffic(replace(on_cpu(job), rho=even_share(job, rank=rank)))
-    as_counted = (row._replace(purpose="attention") if row.purpose == "dense" else row for row in planned)
-    ours, theirs = _by_key(found.rows), _by_key(add_up(as_counted))
-    return tuple(Compared(*key, ours.get(key), theirs.get(key)) for key in sorted(ours.keys() | theirs.keys()))
+    layers = Layers(job.sizes.num_moe_layers, len(job.sizes.dense_layers))
+
+    def run(some: Layers) -> Trace:
+        say(f"the model with {some.moe} MoE and {some.dense} dense layers of {layers.moe} and {layers.dense}")
+        return _run(_with_layers(job, some), mesh)
+
+    if all_layers:
+        return run(layers)
+    base = Layers(min(layers.moe, 1), min(layers.dense, 1))
+    found = run(base)
+    parts = [(found, 1)]
+    for kind in Layers._fields:
+        num_further = getattr(layers, kind) - getattr(base, kind)
+        if num_further:
+            longer = run(base._replace(**{kind: 2}))
+            parts += [(longer, num_further), (found, -num_further)]
+    return _combine(parts)
 
 
-def _by_key(rows: Iterable[Sent]) -> dict[tuple[str, str, str], Sent]:
-    return {(row.axis, row.op, row.purpose): row for row in rows}
+def _with_layers(job: Job, layers: Layers) -> Job:
+    """Return the same job with a model of so many layers, the dense ones first."""
+    changes = {
+        "num_hidden_layers": layers.total,
+        "mlp_only_layers": list(range(layers.dense)),
+        "decoder_sparse_step": 1,
+    }
+    return replace(job, model={**job.model, **changes})
 
 
-def _in_a_step(row: Sent, job: Job) -> Sent:
-    """Of all micro-batches."""
-    return row._replace(num_calls=job.accumulation * row.num_calls, sent_bytes=job.accumulation * row.sent_bytes)
+def _run(job: Job, mesh: ParallelMesh) -> Trace:
+    config = config_of(job)
+    with FakeTensorMode(), torch.random.fork_rng():
+        # What a fake tensor is cannot be changed any more.
+        with _default_dtype(DTYPES[job.precision]):
+            model: Any = GatherMoeForCausalLM(config, mesh=mesh, execution=execution_of(job))
+        model.train()
+        if job.recompute:
+            model.gradient_checkpointing_enable()
+        ids = torch.zeros(job.num_sequences, job.block_size, dtype=torch.int64)
+        memory = LiveMemory()
+        memory.name(model.parameters(), kind="weights")
+        memory.name_gradients(model.parameters())
+        peaks = PhasePeaks(memory, model)
+        with without_data(job), memory, Ledger() as ledger:
+            output = model(
+                input_ids=ids,
+                labels=ids.clone(),
+                document_starts=((0,),) * job.num_sequences,
+                use_cache=False,
+                output_logits=False,
+                num_items_in_batch=job.num_tokens,
+                num_tokens_in_batch=job.num_tokens,
+                noise=NoiseOrigin(0, 0) if config.router_jitter_noise else None,
+            )
+            output.loss.backward()
+        return Trace(ledger.rows(mesh), peaks.finish())
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _combine(parts: list[tuple[Trace, int]]) -> Trace:
+    """Sum traces, each so many times."""
+    rows = [row for trace, times in parts for row in _times(trace.rows, times)]
+    phases: dict[str, Counter[str]] = {}
+    for trace, times in parts:
+        for phase, kinds in trace.phases.items():
+            total = phases.setdefault(phase, Counter())
+            for kind, num_bytes in kinds.items():
+                total[kind] += times * num_bytes
+    return Trace(add_up(rows), {phase: phases[phase] for phase in parts[0][0].phases})
+
+
+def _times(rows: tuple[Sent, ...], times: int) -> list[Sent]:
+    return [row._replace(num_calls=times * row.num_calls, sent_bytes=times * row.sent_bytes) for row in rows]
 
 
 def _notes(job: Job, *, all_layers: bool) -> Iterator[str]:
@@ -77,7 +198,4 @@ def _notes(job: Job, *, all_layers: bool) -> Iterator[str]:
         yield "routing is taken to be perfectly even: as many rows for every expert and from every rank"
     if job.device != "cpu":
         yield "calls of the head are those on a CPU, which takes fewer tokens at a time"
-    yield (
-        "what DeepSpeed sends was seen on a narrow model of all layers and counted with the full sizes; its calls are "
-        "those of the narrow one where its buckets are of a fixed size (stage 0, and stage 1 in bf16)"
-    )
+    yield "what DeepSpeed sends was booked while its own engine ran at full size, on memory that is never touched"

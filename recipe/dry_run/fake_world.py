@@ -1,17 +1,33 @@
-"""A process group of any size with one rank in it: collectives check their arguments and send nothing."""
+"""What is not there in a dry run, replaced: the other ranks, the routing that data would decide, the grouped products.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+Everything that replaces a part of the model stands in this file.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
+from torch import Tensor
 
+from modeling import comm, experts_grouped, experts_loop, moe
+from modeling.config import GatherMoeConfig
+from modeling.cost import settle_num_chunks
+from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh
+from recipe.plan.job import Job
 
 
 @contextmanager
 def fake_world(layout: ParallelLayout, *, num_key_value_heads: int, rank: int = 0) -> Iterator[ParallelMesh]:
-    """This process as `rank` of the layout's ranks; ValueError for a rank that there is not, or in a real group."""
+    """Make this process `rank` of the layout's ranks: collectives check their arguments and send nothing.
+
+    ValueError for a rank outside the layout, and in a process that is a rank of a real group.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not 0 <= rank < layout.world_size:
@@ -23,3 +39,76 @@ def fake_world(layout: ParallelLayout, *, num_key_value_heads: int, rank: int = 
         yield build_mesh(layout, num_key_value_heads=num_key_value_heads)
     finally:
         dist.destroy_process_group()
+
+
+def config_of(job: Job) -> GatherMoeConfig:
+    """Return the model's configuration in a run of this job."""
+    config = GatherMoeConfig(**job.model, use_cache=False)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def execution_of(job: Job) -> Execution:
+    """Return how a run of this job is executed."""
+    return replace(job.wire, strategy=job.strategy, experts_backend=job.experts_backend)
+
+
+@contextmanager
+def without_data(job: Job) -> Iterator[None]:
+    """Let the model run on fake CPU tensors as it would on the job's device, its routing perfectly even.
+
+    Every expert gets equally many rows and every rank sends equally many, up to the remainder. Tokens are cut into as
+    many chunks as on the job's device.
+    """
+    pairs = job.num_tokens * job.sizes.num_experts_per_tok
+    # What a rank's experts work on is as much as its own tokens ask for where weights or rows travel.
+    rows = pairs // (job.layout.ep if job.moe_strategy == "gather_tokens" else job.layout.tp)
+
+    def as_on_the_device(num_tokens: int, **options: Any) -> int:
+        return settle_num_chunks(num_tokens, **{**options, "device": job.device})
+
+    with ExitStack() as stack:
+        for module, name, function in (
+            (comm, "settle_num_chunks", as_on_the_device),
+            (experts_loop, "read_row_ends", _even_ends(rows)),
+            (moe, "read_row_splits", _even_splits(pairs // job.layout.tp)),
+            (experts_grouped, "multiply", _empty_product),
+            (experts_grouped, "multiply_back", _empty_product_back),
+            (experts_grouped, "multiply_outer", _empty_outer_product),
+        ):
+            stack.enter_context(patch.object(module, name, function))
+        yield
+
+
+def _empty_product(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    return x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
+
+
+def _empty_product_back(grad_RO: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    return grad_RO.new_empty(grad_RO.shape[0], weight_eOI.shape[2])
+
+
+def _empty_outer_product(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    return x_RI.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1])
+
+
+def even_parts(total: int, *, size: int) -> list[int]:
+    """Split a total into `size` whole numbers as equal as possible."""
+    return [end - start for start, end in pairwise(total * i // size for i in range(size + 1))]
+
+
+def _even_ends(total: int) -> Callable[[Tensor], list[list[int]]]:
+    def read(ends: Tensor) -> list[list[int]]:
+        num_slots, num_chunks = ends.shape
+        parts = num_slots * num_chunks
+        return [[total * (s * num_chunks + k + 1) // parts for k in range(num_chunks)] for s in range(num_slots)]
+
+    return read
+
+
+def _even_splits(total: int) -> Callable[[Tensor], list[list[int]]]:
+    def read(splits: Tensor) -> list[list[int]]:
+        counts = even_parts(total, size=splits.shape[1])
+        return [counts, counts]
+
+    return read

@@ -1,14 +1,11 @@
 """A ledger of the bytes that leave a rank, kept where every collective of torch.distributed passes: its dispatcher.
 
 Whichever function started a collective, waited for or not, forward or backward, ours or another library's, it is
-booked. What counts is what the algorithm has to send, not what a backend happens to: a gather, scatter or all-reduce
-as a ring sends it, an exchange all rows but a rank's own. So the sums that gloo makes of an exchange are booked as the
-reduce-scatter that every other backend does there: the bytes are the same.
+booked, under the scope (modeling/scopes.py) that it ran in. What counts is what the algorithm has to send, not what a
+backend happens to: a gather, scatter or all-reduce as a ring sends it, an exchange all rows but a rank's own.
 """
 
-import sys
-from collections.abc import Callable, Mapping
-from types import FrameType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,35 +15,33 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling.cost import ID_BYTES, WEIGHT_BYTES
+from modeling.execution import current_scope
 from modeling.mesh import ParallelMesh
-from recipe.plan.sent import Sent, add_up
 
-# Which code sends for which purpose: module, the start of a function's qualified name, purpose. The innermost frame
-# that is here decides. A dense layer's transfers are those of the same products as attention's.
-PURPOSES = (
-    ("modeling.linear", "_GatherLinear", "attention"),
-    ("modeling.linear", "_LinearScatter", "attention"),
-    ("modeling.comm", "start_routing", "routing"),
-    ("modeling.comm", "_GatherRouting", "routing"),
-    ("modeling.comm", "_ExchangeRows", "experts"),
-    ("modeling.comm", "_ScatterTokens", "embedding"),
-    ("modeling.comm", "_SumGradients", "replicated"),
-    ("modeling.comm", "_SumOverGroup", "qk_norm"),
-    ("modeling.comm", "_TotalOverGroup", "statistics"),
-    ("modeling.auxiliary", "", "statistics"),
-    ("modeling.router", "", "capacity"),
-    ("modeling.vocabulary", "_VocabParallelLosses", "head"),
-    ("modeling.vocabulary", "_chunk_losses", "head"),
-    ("modeling.copies", "", "copies"),
-    ("modeling.experts", "_scatter_routing_gradient", "routing"),
-    ("modeling.experts", "", "experts"),
-    ("modeling.moe", "gather_", "experts"),
-    ("modeling.moe", "all_to_all", "routing"),
-    ("recipe.engine.engine", "Engine.count", "counts"),
-    ("recipe.engine.engine", "Engine._move_router_biases", "router_bias"),
-    ("recipe.engine.engine", "", "norm"),
-)
-SUMS_BY_EXCHANGE = ("modeling.comm", "start_scatter")
+
+class Sent(NamedTuple):
+    """Collectives of one kind, for one purpose, along one axis of the mesh.
+
+    axis        "group" (its tp ranks), "kv" (those of them with the same key-value heads), "dp"
+    op          "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
+    purpose     the scope; "zero" is DeepSpeed
+    sent_bytes  by one rank, as a ring sends them
+    """
+
+    axis: str
+    op: str
+    purpose: str
+    num_calls: int
+    sent_bytes: float
+
+
+def add_up(rows: Iterable[Sent]) -> tuple[Sent, ...]:
+    """Sum rows of the same axis, op and purpose; sorted."""
+    sums: dict[tuple[str, str, str], tuple[int, float]] = {}
+    for axis, op, purpose, num_calls, sent_bytes in rows:
+        calls, total = sums.get((axis, op, purpose), (0, 0.0))
+        sums[axis, op, purpose] = (calls + num_calls, total + sent_bytes)
+    return tuple(Sent(*key, *value) for key, value in sorted(sums.items()))
 
 
 class Volume(NamedTuple):
@@ -63,15 +58,13 @@ class Volume(NamedTuple):
 class Booked(NamedTuple):
     """One collective as this rank took part in it.
 
-    purpose    by PURPOSES, "zero" for DeepSpeed's own, else "other"
-    num_bytes  of this rank's tensors that go in
-    row_bytes  of their last dim
+    purpose    the scope it ran in
+    row_bytes  of the last dim of what goes in
     """
 
     op: str
     purpose: str
     group: ProcessGroup
-    num_bytes: int
     row_bytes: int
     sent_bytes: float
 
@@ -85,7 +78,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self._book(func._opname, args)
+            self.book(func._opname, args)
         return func(*args, **(kwargs or {}))
 
     def volume(self, *, narrow_bytes: int = 0) -> Volume:
@@ -101,29 +94,24 @@ class Ledger(TorchDispatchMode):
             if entry.group.size() > 1 and entry.op != "barrier"
         )
 
-    def _book(self, name: str, args: Any) -> None:
-        if name not in RULES:
-            raise ValueError(f"the ledger has no rule for c10d.{name}; it knows {sorted(RULES)}")
-        op, rule = RULES[name]
-        tensors, sent_bytes = rule(args)
-        frame = sys._getframe(2)
-        if op == "all_to_all" and _is_called_by(frame, SUMS_BY_EXCHANGE):
+    def book(self, name: str, args: Any) -> None:
+        """Enter a collective by the name of its operator; ValueError for one without a rule."""
+        if name not in KINDS:
+            raise ValueError(f"the ledger has no rule for c10d.{name}; it knows {sorted(KINDS)}")
+        op, place, share = KINDS[name]
+        group = ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+        given = [] if place is None else _listed(args[place])
+        if name == "alltoall_":  # a tensor to each
+            sent_bytes: float = _nbytes(given) - given[group.rank()].nbytes
+        elif name == "alltoall_base_" and args[ROWS_TO_EACH]:
+            rows = list(args[ROWS_TO_EACH])
+            sent_bytes = (sum(rows) - rows[group.rank()]) * _nbytes(given) / max(given[0].shape[0], 1)
+        else:
+            sent_bytes = share(group.size()) * _nbytes(given)
+        if name == "alltoall_base_" and not args[ROWS_TO_EACH]:
+            # Equal parts: gloo has no reduce-scatter that sends as little, so parts are exchanged and summed.
             op = "reduce_scatter"
-        row_bytes = _row_bytes(tensors[0])
-        self.booked.append(Booked(op, purpose_of(frame), _group(args), _nbytes(tensors), row_bytes, sent_bytes))
-
-
-def purpose_of(frame: FrameType | None) -> str:
-    """What the code that is running in `frame` communicates for."""
-    while frame is not None:
-        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
-        if module.startswith("deepspeed."):
-            return "zero"
-        for of_module, start, purpose in PURPOSES:
-            if module == of_module and name.startswith(start):
-                return purpose
-        frame = frame.f_back
-    return "other"
+        self.booked.append(Booked(op, current_scope(), group, _row_bytes(given), sent_bytes))
 
 
 def axis_of(group: ProcessGroup, mesh: ParallelMesh) -> str:
@@ -144,105 +132,62 @@ def widest_routing_row(num_active: int) -> int:
     return max((ID_BYTES + WEIGHT_BYTES) * num_active, 8)
 
 
-class _Entry(NamedTuple):
-    """What goes in, and the bytes of it that leave the rank."""
-
-    tensors: list[Tensor]
-    sent_bytes: float
-
-
-def _is_called_by(frame: FrameType | None, function: tuple[str, str]) -> bool:
-    while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_qualname) == function:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _group(args: Any) -> ProcessGroup:
-    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-    return ProcessGroup.unbox(boxed)
-
-
 def _listed(tensors: Any) -> list[Tensor]:
-    """A tensor, a list of them, or a list of lists -> a list."""
+    """Flatten a tensor, a list of them, or a list of lists."""
     if isinstance(tensors, Tensor):
         return [tensors]
     return [tensor for entry in tensors for tensor in _listed(entry)]
 
 
-def _row_bytes(x: Tensor) -> int:
-    return x.element_size() * (x.shape[-1] if x.dim() > 1 else 1)
-
-
-def _gathered(args: Any) -> _Entry:
-    """(output, input, group): each rank's input goes to all others."""
-    sent = _listed(args[1])
-    return _Entry(sent, (_group(args).size() - 1) * _nbytes(sent))
-
-
-def _scattered(args: Any) -> _Entry:
-    """(output, input, group): each rank's part of the input, summed on the way."""
-    sent, size = _listed(args[1]), _group(args).size()
-    return _Entry(sent, (size - 1) * _nbytes(sent) / size)
-
-
-def _reduced(args: Any) -> _Entry:
-    """(tensors, group): scattered and gathered."""
-    sent, size = _listed(args[0]), _group(args).size()
-    return _Entry(sent, 2 * (size - 1) * _nbytes(sent) / size)
-
-
-def _relayed(args: Any) -> _Entry:
-    """(tensors, group): to or from one rank along a ring, each link once, so the mean over its ranks."""
-    sent, size = _listed(args[0]), _group(args).size()
-    return _Entry(sent, (size - 1) * _nbytes(sent) / size)
-
-
-def _exchanged(args: Any) -> _Entry:
-    """(output, input, group, rows from each, rows to each): equal parts where no numbers of rows are given."""
-    sent, group, to_each = args[1], _group(args), list(args[4])
-    rows = to_each or [sent.shape[0] / group.size()] * group.size()
-    row_bytes = sent.nbytes / max(sent.shape[0], 1)
-    return _Entry([sent], (sum(rows) - rows[group.rank()]) * row_bytes)
-
-
-def _exchanged_as_list(args: Any) -> _Entry:
-    """(outputs, inputs, group): one tensor to each."""
-    sent = _listed(args[1])
-    return _Entry(sent, _nbytes(sent) - sent[_group(args).rank()].nbytes)
-
-
-def _posted(args: Any) -> _Entry:
-    """(tensors, group, ...): to one other rank."""
-    sent = _listed(args[0])
-    return _Entry(sent, float(_nbytes(sent)))
-
-
-def _nothing(args: Any) -> _Entry:
-    return _Entry([torch.empty(0)], 0.0)
+def _row_bytes(tensors: list[Tensor]) -> int:
+    first = tensors[0] if tensors else torch.empty(0)
+    return first.element_size() * (first.shape[-1] if first.dim() > 1 else 1)
 
 
 def _nbytes(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-class _Rule(NamedTuple):
+def _to_all(size: int) -> float:
+    """What each rank gives goes to all others."""
+    return size - 1
+
+
+def _once(size: int) -> float:
+    """All parts but one leave: a scatter or an even exchange; and from or to one rank the mean over a ring's ranks."""
+    return (size - 1) / size
+
+
+def _twice(size: int) -> float:
+    """Scattered and gathered."""
+    return 2 * (size - 1) / size
+
+
+def _whole(size: int) -> float:
+    """To one other rank."""
+    return 1.0
+
+
+class _Kind(NamedTuple):
+    """An operator of c10d: the place of what goes in among its arguments, and how much of that leaves the rank."""
+
     op: str
-    entry: Callable[[Any], _Entry]
+    place: int | None
+    share: Callable[[int], float]
 
 
-RULES: Mapping[str, _Rule] = {
-    "_allgather_base_": _Rule("all_gather", _gathered),
-    "allgather_": _Rule("all_gather", _gathered),
-    "_reduce_scatter_base_": _Rule("reduce_scatter", _scattered),
-    "reduce_scatter_": _Rule("reduce_scatter", _scattered),
-    "allreduce_": _Rule("all_reduce", _reduced),
-    "alltoall_base_": _Rule("all_to_all", _exchanged),
-    "alltoall_": _Rule("all_to_all", _exchanged_as_list),
-    "broadcast_": _Rule("broadcast", _relayed),
-    "reduce_": _Rule("reduce", _relayed),
-    "send": _Rule("send", _posted),
-    "recv_": _Rule("receive", _nothing),
-    "barrier": _Rule("barrier", _nothing),
+ROWS_TO_EACH = 4  # the place of an exchange's numbers of rows to every rank
+KINDS: Mapping[str, _Kind] = {
+    "_allgather_base_": _Kind("all_gather", 1, _to_all),
+    "allgather_": _Kind("all_gather", 1, _to_all),
+    "_reduce_scatter_base_": _Kind("reduce_scatter", 1, _once),
+    "reduce_scatter_": _Kind("reduce_scatter", 1, _once),
+    "allreduce_": _Kind("all_reduce", 0, _twice),
+    "alltoall_base_": _Kind("all_to_all", 1, _once),
+    "alltoall_": _Kind("all_to_all", 1, _once),
+    "broadcast_": _Kind("broadcast", 0, _once),
+    "reduce_": _Kind("reduce", 0, _once),
+    "send": _Kind("send", 0, _whole),
+    "recv_": _Kind("receive", None, _whole),
+    "barrier": _Kind("barrier", None, _whole),
 }

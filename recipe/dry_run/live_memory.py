@@ -1,57 +1,44 @@
-"""Which tensor storages live while code runs, real or fake: the most bytes at once, by what they are, and where made.
+"""Which tensor storages live while code runs, real or fake: the most bytes at once, by kind, in each part of a step.
 
 Every storage that an operator takes or gives counts once, from its first sight to the death of its last tensor. What an
 operator's kernel allocates and frees inside is not seen, nor is the memory of a collective's own implementation.
 """
 
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from types import FrameType
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from modeling.execution import current_scope
+from modeling.moe import GatherMoeMlp
+
 GATHERS = ("all_gather", "allgather")  # in the names of operators whose result holds other ranks' numbers
-# The part of a path that says what its code makes; the innermost frame that matches decides, but below the loss all is
-# the loss's.
-LOSS = "modeling/vocabulary.py"
-EMBEDDING = "VocabularyEmbedding"  # in the same file
-KINDS_OF_CODE = (
-    ("modeling/", "activations"),
-    ("recipe/", "buffers"),
-    ("deepspeed/", "buffers"),
-    ("torch/optim/", "optimizer"),
-    ("transformers/", "activations"),
-)
+KIND_OF_SCOPE = {"head": "logits", "gathered": "gathered"}  # of what is made there; all else is activations
+FORWARD, HEAD, BETWEEN = "forward", "head", "backward of other blocks"
+BLOCK_KINDS = {"MoE": False, "dense": True}  # whether one of that kind is dense
 
-
-class Storage(NamedTuple):
-    """One storage that was alive at the peak: its size, what it is, and the line of code that made it."""
-
-    num_bytes: int
-    kind: str
-    where: str
+Phases = Mapping[str, Counter[str]]  # bytes by kind at the fullest moment of each part of a micro-batch
 
 
 class _Life:
     """From birth to death, in numbers of events."""
 
-    __slots__ = ("born", "died", "kind", "num_bytes", "where")
+    __slots__ = ("born", "died", "kind", "num_bytes")
 
-    def __init__(self, num_bytes: int, *, born: int, kind: str, where: str) -> None:
-        self.num_bytes, self.born, self.kind, self.where = num_bytes, born, kind, where
+    def __init__(self, num_bytes: int, *, born: int, kind: str) -> None:
+        self.num_bytes, self.born, self.kind = num_bytes, born, kind
         self.died: int | None = None
 
 
 class LiveMemory(TorchDispatchMode):
     """While it is entered, storages are followed; afterwards it tells about the peak since the last `restart`.
 
-    A storage's kind is "gathered" for results of an all-gather, else by the code that made it ("logits", "activations",
-    "buffers" for DeepSpeed's, "optimizer", "other"), unless `name` says better, which it can at any time of its life.
+    A storage's kind is "gathered" for results of an all-gather, "logits" in the head's scope, else "activations",
+    unless `name` says better, which it can at any time of its life.
     """
 
     def __init__(self) -> None:
@@ -81,7 +68,7 @@ class LiveMemory(TorchDispatchMode):
         """Say what these tensors' storages are; those not seen yet are seen from now on."""
         for tensor in tensors:
             if tensor is not None:
-                self._lives[self._see(tensor, kind=kind, where="named")].kind = kind
+                self._lives[self._see(tensor, kind=kind)].kind = kind
 
     def name_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let what a backward brings to these parameters be called so."""
@@ -89,44 +76,33 @@ class LiveMemory(TorchDispatchMode):
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: self.name([gradient], kind="gradients"))
 
-    def at_peak(self) -> list[Storage]:
-        """The storages alive at the peak, the largest first."""
-        now = self._peak_event
-        alive = (life for life in self._lives if life.born <= now and (life.died is None or life.died > now))
-        found = [Storage(life.num_bytes, life.kind, life.where) for life in alive]
-        return sorted(found, key=lambda storage: -storage.num_bytes)
-
     def bytes_at_peak(self) -> Counter[str]:
-        """The same, summed by kind."""
-        sums: Counter[str] = Counter()
-        for storage in self.at_peak():
-            sums[storage.kind] += storage.num_bytes
+        """Sum the storages alive at the peak by kind."""
+        now, sums = self._peak_event, Counter[str]()
+        for life in self._lives:
+            if life.born <= now and (life.died is None or life.died > now):
+                sums[life.kind] += life.num_bytes
         return sums
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name, place = func.__name__, None
         for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta" and not self._knows(leaf):
-                place = place or _place()
-                self._see(leaf, kind=place.kind, where=f"{place.where} {name}")
-        if any(part in name for part in GATHERS):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                self._see(leaf, kind=KIND_OF_SCOPE.get(current_scope(), "activations"))
+        if any(part in func.__name__ for part in GATHERS):
             # The output comes first, by c10d's and by the functional collectives' convention alike.
             self.name((t for t in tree_leaves(args[0]) if isinstance(t, Tensor)), kind="gathered")
         return result
 
-    def _knows(self, tensor: Tensor) -> bool:
-        return id(tensor.untyped_storage()) in self._number_of
-
-    def _see(self, tensor: Tensor, *, kind: str, where: str) -> int:
-        """The number of the tensor's storage, which is new if it has none yet."""
+    def _see(self, tensor: Tensor, *, kind: str) -> int:
+        """Return the number of the tensor's storage, which is new if it has none yet."""
         storage = tensor.untyped_storage()
         key = id(storage)
         number = self._number_of.get(key)
         if number is None:
             number = self._number_of[key] = len(self._lives)
             self._count(storage.nbytes())
-            self._lives.append(_Life(storage.nbytes(), born=self._num_events, kind=kind, where=where))
+            self._lives.append(_Life(storage.nbytes(), born=self._num_events, kind=kind))
             weakref.finalize(storage, self._end, key, number).atexit = False
         return number
 
@@ -143,28 +119,55 @@ class LiveMemory(TorchDispatchMode):
             self._peak_bytes, self._peak_event = self._alive_bytes, self._num_events
 
 
-class _Place(NamedTuple):
-    kind: str
-    where: str
+class PhasePeaks:
+    """The fullest moment of each part of a micro-batch: the forward, the head, the backward of first and last blocks.
+
+    In each part the peak grows with every further layer by the same bytes, so that a few layers tell about many; which
+    part is the fullest does not stay the same. From block to block of a kind what is kept shrinks and what gradients
+    take grows, each by the same bytes, so that either the first or the last one is the fullest. Follows a model while
+    `memory` is entered; `finish` after the backward.
+    """
+
+    def __init__(self, memory: LiveMemory, model: Any) -> None:
+        self._memory, self._phase = memory, FORWARD
+        self._found: dict[str, Counter[str]] = {}
+        self._hooks = [model.lm_head.register_forward_pre_hook(lambda *_: self._enter(HEAD))]
+        self._alone: list[str] = []
+        for kind, is_dense in BLOCK_KINDS.items():
+            blocks = [layer for layer in model.model.layers if isinstance(layer.mlp, GatherMoeMlp) is is_dense]
+            for block in blocks:
+                phase = block_phase("last", kind) if block is blocks[-1] else block_phase("first", kind)
+                self._watch(block, phase if block in (blocks[0], blocks[-1]) else BETWEEN)
+            if len(blocks) == 1:
+                self._alone.append(kind)
+
+    def finish(self) -> Phases:
+        self._enter("")
+        for hook in self._hooks:
+            hook.remove()
+        for kind in self._alone:  # the last one and the first
+            self._found[block_phase("first", kind)] = self._found[block_phase("last", kind)]
+        return self._found
+
+    def _watch(self, block: nn.Module, phase: str) -> None:
+        """The backward of a block begins with the gradient of its output."""
+
+        def enter(_: Tensor) -> None:
+            self._enter(phase)
+
+        def follow(_: nn.Module, __: Any, out: tuple[Tensor, ...]) -> None:
+            out[0].register_hook(enter)
+
+        self._hooks.append(block.register_forward_hook(follow))
+
+    def _enter(self, phase: str) -> None:
+        peak, before = self._memory.bytes_at_peak(), self._found.get(self._phase)
+        if before is None or before.total() < peak.total():
+            self._found[self._phase] = peak
+        self._phase = phase
+        self._memory.restart()
 
 
-def _place() -> _Place:
-    """The innermost line of code that says what it makes."""
-    frame: FrameType | None = sys._getframe(2)
-    found = None
-    while frame is not None:
-        path = frame.f_code.co_filename
-        name = frame.f_code.co_qualname
-        if path.endswith(LOSS) and not name.startswith(EMBEDDING):
-            return _Place("logits", f"{LOSS}:{frame.f_lineno}")
-        if found is None and name.startswith("_start_slices"):  # of experts, joined on arrival
-            found = _at(frame, "modeling/", "gathered")
-        if found is None:
-            found = next((_at(frame, part, kind) for part, kind in KINDS_OF_CODE if part in path), None)
-        frame = frame.f_back
-    return found or _Place("other", "")
-
-
-def _at(frame: FrameType, part: str, kind: str) -> _Place:
-    path = frame.f_code.co_filename
-    return _Place(kind, f"{path[path.rindex(part) :]}:{frame.f_lineno}")
+def block_phase(which: str, kind: str) -> str:
+    """Name the backward of the "first" or the "last" block of a kind."""
+    return f"backward of the {which} {kind} block"

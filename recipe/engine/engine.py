@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from modeling.auxiliary import TokenSums
 from modeling.config import GatherMoeConfig
 from modeling.copies import choose_copies
+from modeling.execution import scope
 from modeling.init import full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
@@ -185,6 +186,7 @@ class Engine:
         """Steps that DeepSpeed left out because their norm was not a number."""
         return self.ds.skipped_steps
 
+    @scope("counts")
     def count(self, micro_batches: Sequence[MicroBatch]) -> StepCounts:
         """Targets and valid tokens of the global batch, which must be known before its first forward."""
         targets = sum(m.num_targets for m in micro_batches)
@@ -193,6 +195,7 @@ class Engine:
         dist.all_reduce(counts, group=self.mesh.dp_group)
         return StepCounts(*counts.tolist())
 
+    @scope("zero")
     def accumulate(self, micro_batches: Sequence[MicroBatch], *, counts: StepCounts) -> TokenSums:
         """Forward and backward of all micro-batches of a step; afterwards the gradients are complete.
 
@@ -228,6 +231,7 @@ class Engine:
         self._choices, self._loads = choices_LE.clone() if counts.num_targets else None, choices_LE
         return TokenSums(*(torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)))
 
+    @scope("zero")
     def update(self, *, learning_rate: float) -> float:
         """Clip, take one optimizer step with `learning_rate`, and return the gradient norm before clipping.
 
@@ -298,6 +302,7 @@ class Engine:
         parts_before = index * self.mesh.layout.dp + self.mesh.dp_rank
         return NoiseOrigin(self._seed, self.tokens_read + parts_before * micro_batch.input_ids.numel())
 
+    @scope("router_bias")
     @torch.no_grad()
     def _move_router_biases(self, choices_LE: Tensor) -> None:
         """Experts chosen less than the mean of their layer become more attractive by a fixed step (2408.15664, §3).
@@ -315,6 +320,7 @@ class Engine:
             assert bias_E is not None
             bias_E += rate * lacking_E.sign().to(bias_E.dtype)
 
+    @scope("norm")
     def _plain_gradient_norm(self) -> float:
         """The global norm where DeepSpeed keeps none (stage 0 in float32); 0.0 elsewhere, where it is not needed."""
         if self.zero_stage > 0 or hasattr(self.ds.optimizer, "_global_grad_norm"):

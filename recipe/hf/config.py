@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import modeling
 from modeling.config import GatherMoeConfig
-from modeling.hf_keys import STOCK_TYPES, stock_type
+from modeling.spec import NATIVE, SHARED_NAMES, STOCK_TYPES, stock_type
 
-NATIVE = "gather_moe"
 AUTO_MAP = {
     "AutoConfig": "config.GatherMoeConfig",
     "AutoModel": "model.GatherMoeModel",
@@ -28,7 +27,7 @@ class SpecialTokens(NamedTuple):
 
 
 def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
-    """The model type to write for --hf_format; ValueError where a stock type cannot express the configuration."""
+    """Return the model type to write for --hf_format; ValueError if a stock type cannot express the configuration."""
     best = stock_type(config)
     if hf_format == "auto":
         return best
@@ -48,21 +47,9 @@ def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
 
 
 def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens: SpecialTokens) -> dict[str, Any]:
-    """What config.json holds for `model_type`."""
+    """Return what config.json holds for `model_type`."""
     common: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "num_experts_per_tok": config.num_experts_per_tok,
-        "max_position_embeddings": config.max_position_embeddings,
-        "initializer_range": config.initializer_range,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": config.rope_parameters,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_dropout": config.attention_dropout,
-        "router_aux_loss_coef": config.router_aux_loss_coef,
+        **{name: getattr(config, name) for name in SHARED_NAMES},
         "use_cache": True,
         # True would add the balance loss to the loss of an evaluation, too.
         "output_router_logits": False,
@@ -85,7 +72,7 @@ def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens:
 
 
 def write_config_files(folder: Path, *, values: dict[str, Any], tokens: SpecialTokens) -> None:
-    """config.json, generation_config.json and, for our own type, the code that reads them."""
+    """Write config.json, generation_config.json and, for our own type, the code that reads them."""
     _write(folder / "config.json", values)
     generation = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos, "pad_token_id": tokens.pad}
     _write(folder / "generation_config.json", {name: value for name, value in generation.items() if value is not None})
@@ -98,32 +85,11 @@ def write_config_files(folder: Path, *, values: dict[str, Any], tokens: SpecialT
 def _stock_dict(config: GatherMoeConfig, model_type: str, common: dict[str, Any]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
-    own: dict[str, dict[str, Any]] = {
-        "mixtral": {
-            "intermediate_size": config.moe_intermediate_size,
-            "num_local_experts": config.num_experts,
-            "head_dim": config.head_dim,
-        },
-        "qwen3_moe": {
-            "intermediate_size": config.intermediate_size,
-            "moe_intermediate_size": config.moe_intermediate_size,
-            "num_experts": config.num_experts,
-            "head_dim": config.head_dim,
-            "norm_topk_prob": config.norm_topk_prob,
-            "mlp_only_layers": list(config.mlp_only_layers or ()),
-            "decoder_sparse_step": config.decoder_sparse_step,
-        },
-        "olmoe": {
-            "intermediate_size": config.moe_intermediate_size,
-            "num_experts": config.num_experts,
-            "norm_topk_prob": config.norm_topk_prob,
-            "clip_qkv": config.clip_qkv,
-        },
-    }
+    own = {theirs: getattr(config, ours) for theirs, ours in STOCK_TYPES[model_type].says.items()}
     architectures = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
-    stock = CONFIG_MAPPING[model_type](**common, **own[model_type])
+    stock = CONFIG_MAPPING[model_type](**common, **own)
     names = [architectures[model_type] + "ForCausalLM"]
-    return {**stock.to_diff_dict(), **common, **own[model_type], "model_type": model_type, "architectures": names}
+    return {**stock.to_diff_dict(), **common, **own, "model_type": model_type, "architectures": names}
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

@@ -6,22 +6,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipe.checkpoint.files import Files, WriteNow, complete
+from recipe.checkpoint.files import Files, complete
 from recipe.checkpoint.native import full_precision_shard
 from recipe.engine.engine import Engine
 from recipe.hf.config import SpecialTokens, choose_type, config_dict, write_config_files
 from recipe.hf.model_card import TrainingFacts, write_model_card
 from recipe.hf.weights import WeightSource, write_weights
-from recipe.shared.agreement import on_first
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_first
 
 FOLDER = "hf"
 
 
 class ExportOptions(NamedTuple):
-    """hf_format as --hf_format has it; dtype of all weights, taken from the float32 master copies.
+    """What to export: hf_format as of --hf_format, dtype of all weights, taken from the float32 master copies.
 
-    With `facts` of the training there is a model card, too.
+    With `facts` of the training a model card is written, too.
     """
 
     hf_format: str
@@ -30,7 +30,7 @@ class ExportOptions(NamedTuple):
 
 
 def opening_code(folder: Path) -> str:
-    """The Python expression that opens an exported folder from anywhere; a native one brings its code along."""
+    """Return the Python expression that opens an exported folder from anywhere; a native one has its own code."""
     brings_code = "auto_map" in json.loads((folder / "config.json").read_text())
     trust = ", trust_remote_code=True" if brings_code else ""
     return f"AutoModelForCausalLM.from_pretrained('{folder}'{trust})"
@@ -45,12 +45,12 @@ def export_hugging_face(
     ranks: Ranks,
     files: Files | None = None,
 ) -> str:
-    """Write everything AutoModel needs into `folder`; returns the model type. Collective over the whole world.
+    """Write everything AutoModel needs into `folder`; return the model type. Collective over the whole world.
 
-    The weights are written and checked by way of `files` where these are given, else before this returns.
+    The weights are given to `files`, to be written and checked when these are completed; without them that is done
+    when this returns.
 
-    ValueError where --hf_format names a type that cannot express the model. What writing and checking raises is said
-    at `write_weights`.
+    ValueError where --hf_format names a type that cannot express the model; see `write_weights` for what else.
     """
     config = engine.model.config
     model_type = choose_type(config, hf_format=options.hf_format)
@@ -67,7 +67,7 @@ def export_hugging_face(
 
     on_first(write_small_files, ranks=ranks)
     source = WeightSource(model=engine.model, config=config, mesh=engine.mesh, read=full_precision_shard)
-    sink = WriteNow() if files is None else files
+    sink = Files() if files is None else files
     write_weights(folder, source=source, model_type=model_type, dtype=options.dtype, files=sink)
     if files is None:
         complete(sink, ranks=ranks)

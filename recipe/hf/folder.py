@@ -20,7 +20,7 @@ FOLLOW_FROM_CONFIG = re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|
 
 
 class HfFolder:
-    """The tensors of a folder by name; `num_bytes` is what was read of them so far.
+    """Reads tensors of a folder by name; `num_bytes` counts what was read so far.
 
     ValueError where the folder holds no safetensors, or where they cannot be read or are not those of its index.
     """
@@ -35,7 +35,7 @@ class HfFolder:
         return name in self._file_of
 
     def check(self, wanted: set[str], *, allowed: Collection[str] = ()) -> None:
-        """ValueError unless all `wanted` tensors are there and nothing else but `allowed` and what says nothing."""
+        """Raise ValueError unless all `wanted` tensors are there, and no others but `allowed` and rotary tables."""
         found = {name for name in self._file_of if not FOLLOW_FROM_CONFIG.search(name)}
         missing, unexpected = sorted(wanted - found), sorted(found - wanted - set(allowed))
         if missing or unexpected:
@@ -45,7 +45,7 @@ class HfFolder:
             )
 
     def read(self, name: str, ranges: tuple[Ranges, ...], *, expected: tuple[int, ...]) -> Tensor:
-        """A part of a tensor, whose whole shape is `expected`: per dimension some ranges, one after the other."""
+        """Read a part of a tensor, whose whole shape is `expected`: per dimension these ranges, concatenated."""
         try:
             part = self._reader(self._file_of[name]).get_slice(name)
         except SafetensorError as error:
@@ -62,7 +62,7 @@ class HfFolder:
         return self._open[file]
 
     def _find_tensors(self) -> dict[str, str]:
-        """Tensor name to file name, from the index or the single file."""
+        """Map tensor name to file name, from the index or the single file."""
         index = self.path / INDEX_NAME
         if not index.exists():
             if not (self.path / SINGLE_NAME).exists():
@@ -81,7 +81,7 @@ class HfFolder:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Which files of weights a folder lacks: those of its index, or the single one where it has no index."""
+    """Return the files of weights that a folder lacks: of its index, or the single one where it has no index."""
     index = folder / INDEX_NAME
     names = [SINGLE_NAME]
     if index.exists():
@@ -100,7 +100,7 @@ def _open_file(path: Path) -> Any:
 
 
 def _join(part: Any, ranges: tuple[Ranges, ...]) -> Tensor:
-    """The ranges of a slice of safetensors, which by itself gives one range per dimension."""
+    """Read several ranges of a safetensors slice, which by itself gives one range per dimension."""
     several = [dim for dim, parts in enumerate(ranges) if len(parts) > 1]
     assert len(several) <= 1, "no parameter is cut in several blocks of two dimensions"
     pieces: list[Tensor] = [part[tuple(slice(*r) for r in choice)] for choice in itertools.product(*ranges)]

@@ -1,24 +1,32 @@
-"""Weights from a Hugging Face folder into this rank's shards, reading only the bytes they need.
+"""Weights loaded from a Hugging Face folder into this rank's shards, reading only the bytes they need.
+
+Each of our parameters is found under the tensor names of the folder, whichever way it stores its experts.
 
 From a dense model every expert starts as its feed-forward: with weights that sum to 1 the mixture is the same function,
 whatever the fresh router chooses (sparse upcycling, 2212.05055).
 """
 
 import json
+import re
+from collections.abc import Container
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
+from modeling.hf_keys import file_tensors
 from modeling.init import fill_normal, full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Ranges, Shard
 from recipe.hf.folder import HfFolder
-from recipe.hf.places import Place, find_source
+from recipe.settings.model_files import DENSE_TYPES
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Style = Literal["per expert", "stacked", "dense"]
+_EXPERTS = re.compile(r"(?P<mlp>.*\.mlp)\.experts\.(?P<matrix>gate_up_proj|down_proj)")
+_ROUTER = re.compile(r".*\.mlp\.gate\.\w+")
 
 
 class ExpertNoise(NamedTuple):
@@ -26,6 +34,57 @@ class ExpertNoise(NamedTuple):
 
     std: float
     seed: int
+
+
+class Origin(NamedTuple):
+    """A tensor of a folder, by name, and the part of our parameter that is read from it.
+
+    experts  which experts it is for; None for a parameter that is not a stack of experts
+    half     0 for gate and 1 for up of the fused projection, or None for all rows
+    stacked  it has the experts as its first dimension, and both halves, as our parameter has
+    """
+
+    tensor: str
+    experts: tuple[int, ...] | None = None
+    half: int | None = None
+    stacked: bool = False
+
+
+class ExpertNames(NamedTuple):
+    """How a folder names the tensors of `num_experts` experts.
+
+    "per expert"  a tensor per matrix of an expert, as published
+    "stacked"     all experts of a layer in one tensor, under our own names, as transformers holds them in memory and
+                  saves them with `save_original_format=False`
+    "dense"       one feed-forward, of which every expert is made
+    """
+
+    model_type: str
+    style: Style
+    num_experts: int
+
+    def origins(self, name: str) -> list[Origin]:
+        """Return the tensors that our parameter `name` is read from; none for the router of a dense folder."""
+        experts, every = _EXPERTS.fullmatch(name), tuple(range(self.num_experts))
+        if self.style == "per expert":
+            targets = file_tensors(name, num_experts=self.num_experts, model_type=self.model_type)
+            return [Origin(t.name, None if t.expert is None else (t.expert,), t.half) for t in targets]
+        if self.style == "dense" and _ROUTER.fullmatch(name):
+            return []
+        if experts is None:
+            return [Origin(name)]
+        if self.style == "stacked":
+            return [Origin(name, every, stacked=True)]
+        halves = {"gate_proj": 0, "up_proj": 1} if experts["matrix"] == "gate_up_proj" else {"down_proj": None}
+        return [Origin(f"{experts['mlp']}.{matrix}.weight", every, half) for matrix, half in halves.items()]
+
+
+def find_expert_names(names: Container[str], *, wanted: list[str], model_type: str, num_experts: int) -> ExpertNames:
+    """Find how a folder with the tensors `names` stores the parameters `wanted` of a model of `model_type`."""
+    style: Style = "dense" if model_type in DENSE_TYPES else "per expert"
+    if style == "per expert" and any(_EXPERTS.fullmatch(name) and name in names for name in wanted):
+        style = "stacked"
+    return ExpertNames(model_type, style, num_experts)
 
 
 def load_weights(
@@ -36,10 +95,10 @@ def load_weights(
     folder: Path,
     noise: ExpertNoise | None = None,
 ) -> int:
-    """Fill every tensor of `model`; returns the bytes read. ValueError lists missing and unexpected tensors.
+    """Fill every tensor of `model`; return the bytes read. ValueError lists missing and unexpected tensors.
 
-    What a folder has not, stays as `model` was initialised: the routers where a dense model gets experts, which get
-    `noise`, and routers' biases that are new to a model, which its configuration says.
+    Tensors that a folder does not have stay as `model` was initialised: the routers where experts are made of a dense
+    model's feed-forward (`noise` is added to these experts), and routers' biases where its configuration has none.
     """
     files = HfFolder(folder)
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -48,11 +107,13 @@ def load_weights(
     shapes = full_shapes(model, config=config, table=table)
     if not described.get("router_bias", False):
         shapes = {name: shape for name, shape in shapes.items() if isinstance(stored[name], nn.Parameter)}
-    source = find_source(files, wanted=list(shapes), model_type=described["model_type"], num_experts=config.num_experts)
-    places = {name: source.places(name) for name in shapes}
+    names = find_expert_names(
+        files, wanted=list(shapes), model_type=described["model_type"], num_experts=config.num_experts
+    )
+    origins = {name: names.origins(name) for name in shapes}
     twice = [HEAD] if config.tie_word_embeddings else []
-    files.check({place.tensor for found in places.values() for place in found}, allowed=twice)
-    for name, found in places.items():
+    files.check({origin.tensor for found in origins.values() for origin in found}, allowed=twice)
+    for name, found in origins.items():
         shard = table.shard(name, shapes[name], group_rank=mesh.group_rank)
         parameter = stored[name]
         with torch.no_grad():
@@ -63,45 +124,45 @@ def load_weights(
                 if name == EMBEDDING and config.tie_word_embeddings and HEAD in files:
                     _check_head(parameter, files.read(HEAD, shard.ranges, expected=shapes[name]), folder=folder)
                 continue
-            drawn = source.style == "dense" and noise is not None and noise.std > 0
+            drawn = names.style == "dense" and noise is not None and noise.std > 0
             if drawn:
                 assert noise is not None
                 fill_normal(parameter, name=f"{name}.noise", shard=shard, seed=noise.seed, std=noise.std)
-            for place in found:
-                _fill_experts(parameter, place, shard=shard, files=files, add=drawn)
+            for origin in found:
+                _fill_experts(parameter, origin, shard=shard, files=files, add=drawn)
     return files.num_bytes
 
 
 def _fill(parameter: Tensor, part: Tensor) -> None:
-    """Copy into the real part of a parameter, what is padding stays 0."""
+    """Copy into the real part of a parameter; padding is 0."""
     parameter.zero_()
     parameter[tuple(slice(0, size) for size in part.shape)].copy_(part)
 
 
 def _check_head(embedding: Tensor, head: Tensor, *, folder: Path) -> None:
-    """Some folders hold tied weights twice, which is fine where they are equal."""
+    """Raise ValueError unless a head stored beside the embedding it is tied to is equal to it."""
     if not torch.equal(embedding[: head.shape[0]], head.to(embedding.dtype)):
         raise ValueError(f"{HEAD} in {folder} is not {EMBEDDING}, although its config.json says tie_word_embeddings")
 
 
-def _fill_experts(parameter: Tensor, place: Place, *, shard: Shard, files: HfFolder, add: bool) -> None:
-    """What a tensor of the folder is of the local experts [e, 2f, D] or [e, D, f]; `add` to what is there already."""
+def _fill_experts(parameter: Tensor, origin: Origin, *, shard: Shard, files: HfFolder, add: bool) -> None:
+    """Fill the local experts [e, 2f, D] or [e, D, f] from a tensor of the folder, or `add` it to what is there."""
     first, last = shard.ranges[0][0]
-    assert place.experts is not None
-    mine = [expert for expert in place.experts if first <= expert < last]
+    assert origin.experts is not None
+    mine = [expert for expert in origin.experts if first <= expert < last]
     if not mine:
         return
-    if place.stacked:
+    if origin.stacked:
         for expert in mine:
-            part = files.read(place.tensor, (((expert, expert + 1),), *shard.ranges[1:]), expected=shard.full_shape)
+            part = files.read(origin.tensor, (((expert, expert + 1),), *shard.ranges[1:]), expected=shard.full_shape)
             parameter[expert - first].copy_(part[0])
         return
-    rows, expected = _rows(place, shard)
-    part = files.read(place.tensor, (rows, shard.ranges[2]), expected=expected)
+    rows, expected = _rows(origin, shard)
+    part = files.read(origin.tensor, (rows, shard.ranges[2]), expected=expected)
     for expert in mine:
         local = parameter[expert - first]
-        if place.half is not None:
-            local = local.chunk(2)[place.half]
+        if origin.half is not None:
+            local = local.chunk(2)[origin.half]
         if add:
             local.add_(part)
         else:
@@ -109,15 +170,15 @@ def _fill_experts(parameter: Tensor, place: Place, *, shard: Shard, files: HfFol
 
 
 class _Rows(NamedTuple):
-    """Which rows of a matrix of one expert are here, and the shape of the whole matrix."""
+    """The rows of one expert's matrix that this rank holds, and the shape of the whole matrix."""
 
     rows: Ranges
     expected: tuple[int, int]
 
 
-def _rows(place: Place, shard: Shard) -> _Rows:
+def _rows(origin: Origin, shard: Shard) -> _Rows:
     _, num_rows, num_columns = shard.full_shape
-    if place.half is None:
+    if origin.half is None:
         return _Rows(shard.ranges[1], (num_rows, num_columns))
     # The first range is gate's; the rows of up are the same, counted from its own start.
     return _Rows(shard.ranges[1][:1], (num_rows // 2, num_columns))

@@ -13,9 +13,9 @@ LIBRARY, TAGS = "transformers", ("mixture-of-experts", "gather-moe")
 
 
 class TrainingFacts(NamedTuple):
-    """What a card says of the run so far: the losses in nats per token are the last known ones, None where none is.
+    """The run so far as a card describes it: losses in nats per token are the last known ones, or None.
 
-    layout  the ranks and what they share, in words
+    layout  how the ranks share the model, in words
     """
 
     arguments: Arguments
@@ -32,7 +32,7 @@ def write_model_card(folder: Path, *, config: Mapping[str, Any], facts: Training
 
 
 def model_card(config: Mapping[str, Any], *, facts: TrainingFacts) -> str:
-    """Front matter as the hub reads it (license, base model and data set only where they are known), then text."""
+    """Return front matter as the hub reads it (license, base model and data set only where known), then text."""
     front = yaml.safe_dump(_front_matter(facts.arguments), sort_keys=False, allow_unicode=True)
     return "\n".join(["---", front + "---", "", *_text(config, facts=facts), ""])
 
@@ -121,5 +121,5 @@ def _training_table(facts: TrainingFacts) -> Iterator[str]:
 
 
 def _hub_name(name: str | None, *, arguments: Arguments) -> str | None:
-    """The name where it is one of the hub: what exists on this machine under it says nothing to others."""
+    """Return the name where it is one of the hub, None where it names something on this machine only."""
     return name if name in arguments.hub_names else None

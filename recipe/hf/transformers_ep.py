@@ -44,10 +44,10 @@ def register_allgather() -> None:
 
 
 class LocalRouting(NamedTuple):
-    """Routing of T tokens with the experts here alone, S = min(A, experts here) places a token.
+    """Routing of T tokens to this rank's experts only, in S = min(A, local experts) slots a token.
 
-    ids_TS      [T, S] int64  from 0 on; the number of experts here, which transformers' experts skip, in empty places
-    weights_TS  [T, S]        0 in empty places
+    ids_TS      [T, S] int64  local numbers; in empty slots the number of local experts, which transformers' skip
+    weights_TS  [T, S]        0 in empty slots
     """
 
     ids_TS: Tensor
@@ -55,7 +55,7 @@ class LocalRouting(NamedTuple):
 
 
 class AllGatherEP(EPImplementation):
-    """Every rank sees all tokens of the expert group and runs its own whole experts on them; the sums come home.
+    """Runs each rank's own whole experts on all tokens of the expert group, and returns every token's sum to its rank.
 
     Where the expert group is the tensor-parallel group (`ep_size == tp_size`), stock models hold all tokens on every
     rank anyway. Then no token travels: the outputs, T*D numbers, are summed over the group in one all-reduce, in the
@@ -64,9 +64,9 @@ class AllGatherEP(EPImplementation):
 
     Where the group spans several batches (`ep_size > tp_size`, with FSDP), the ranks that hold the same batch take
     equal parts of it. Tokens, ids and weights of all parts are gathered, T*D numbers and T*A pairs; a reduce-scatter
-    brings each part's sums home, T*D, and an all-gather among the ranks of one batch puts them together. In the
-    backward gathers become reduce-scatters and the other way round, and the gradients of the parts are put together
-    as the sums were. All ranks must bring equally many tokens.
+    returns each part's sums, T*D, and an all-gather among the ranks of one batch concatenates them. In the backward
+    gathers become reduce-scatters and the other way round, and the gradients of the parts are concatenated as the
+    sums were. All ranks must bring equally many tokens.
 
     The experts run as `experts_implementation` says; what this class adds has the same shapes for every routing, and
     the host reads nothing of it. Sums travel in the type of the experts' output.
@@ -97,7 +97,7 @@ class AllGatherEP(EPImplementation):
         self._check_equal(num_tokens, x_bD.device)
         x_tD = take_part(x_bD, self.batch_group)
         weights_tA = take_part(weights_bA, self.batch_group)
-        # Rows that only fill the last part up go to an expert that no rank has.
+        # Padding rows of the last part go to an expert that no rank has.
         ids_tA = _own_rows(ids_bA, self.batch_group, fill=self.num_local * dist.get_world_size(self.group))
         x_TD = gather_tokens(x_tD, self.group)
         routing = gather_routing(ids_tA, weights_tA, self.group)
@@ -105,7 +105,7 @@ class AllGatherEP(EPImplementation):
         return join_parts(scatter_tokens(partial_TD, self.group), self.batch_group, num_rows=num_tokens)
 
     def _run_experts(self, x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
-        """This rank's share of every token's sum, [T, D]."""
+        """Return this rank's share of every token's sum, [T, D]."""
         local = keep_local(ids_TA, weights_TA, first_expert=self.first_expert, num_local=self.num_local)
         return self.experts_forward(x_TD, local.ids_TS, local.weights_TS)
 
@@ -120,16 +120,16 @@ class AllGatherEP(EPImplementation):
 
 
 def keep_local(ids_TA: Tensor, weights_TA: Tensor, *, first_expert: int, num_local: int) -> LocalRouting:
-    """Move each token's experts of this rank to the front and cut off what can never be filled.
+    """Move each token's experts of this rank to the front and cut off slots that can never be filled.
 
-    A token names an expert once at most, so no token needs more places than there are experts here. The first token,
-    where it has no expert here, visits one with the weight 0: experts without a single row would leave this rank out
-    of the backward, and the others waiting for it.
+    A token names an expert once at most, so no token needs more slots than there are experts on this rank. The first
+    token, where it has no expert here, visits one with the weight 0: experts without a single row would leave this rank
+    out of the backward, and the others waiting for it.
     """
-    places = min(ids_TA.shape[1], num_local)
+    num_slots = min(ids_TA.shape[1], num_local)
     local_TA = ids_TA - first_expert
     foreign_TA = (local_TA < 0) | (local_TA >= num_local)
-    order_TS = foreign_TA.to(torch.uint8).sort(dim=1, stable=True).indices[:, :places]
+    order_TS = foreign_TA.to(torch.uint8).sort(dim=1, stable=True).indices[:, :num_slots]
     foreign_TS = foreign_TA.gather(1, order_TS)
     ids_TS = local_TA.gather(1, order_TS).masked_fill(foreign_TS, num_local)
     ids_TS[:1, :1].clamp_(max=num_local - 1)
@@ -137,7 +137,7 @@ def keep_local(ids_TA: Tensor, weights_TA: Tensor, *, first_expert: int, num_loc
 
 
 def take_part(x_b: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[b, ...], the same on all ranks -> this rank's rows of N equal parts, the last filled up with zeros.
+    """Take this rank's rows of x_b, which is the same on all ranks, cut into N equal parts, the last padded with zeros.
 
     Backward: the parts' gradients are gathered, so that every rank has the whole one again.
     """
@@ -145,7 +145,7 @@ def take_part(x_b: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def join_parts(x_t: Tensor, group: ProcessGroup | None, *, num_rows: int) -> Tensor:
-    """The way back: all ranks' parts, of which the first `num_rows` rows count.
+    """Concatenate all ranks' parts and drop the padding after the first `num_rows` rows.
 
     Backward: each rank keeps its part of a gradient that all of them hold whole.
     """

@@ -5,11 +5,10 @@ The ranks of the first group write, the others only help ZeRO put a shard togeth
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,18 +22,19 @@ from modeling.init import full_shapes, paste, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Shard, ShardTable
 from recipe.checkpoint.files import Files
-from recipe.shared.agreement import on_every
+from recipe.checkpoint.tensor_file import INDEX_SUFFIX, MAX_FILE_BYTES, bytes_of, file_names, write_index
 from recipe.shared.ranks import Ranks
+from recipe.shared.together import on_every
 
-INDEX_NAME = "model.safetensors.index.json"
-MAX_FILE_BYTES = 2 * 2**30
+STEM = "model"
+INDEX_NAME = STEM + INDEX_SUFFIX
 SAMPLED_PER_FILE = 2  # tensors read back after writing
 
 
 class WeightSource(NamedTuple):
-    """Where the numbers come from: `read(parameter)` is this rank's shard, whole over ZeRO; collective over dp.
+    """The model to export: `read(parameter)` returns this rank's shard, gathered over ZeRO; collective over dp.
 
-    The routers' biases are no parameters and are taken as they are.
+    The routers' biases are not parameters and are taken as they are.
     """
 
     model: nn.Module
@@ -44,7 +44,7 @@ class WeightSource(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """One file and what is in it: tensor name to shape, and the digests of a few of them."""
+    """A file that was written: shapes by tensor name, and the digests of a few tensors."""
 
     name: str
     shapes: dict[str, tuple[int, ...]]
@@ -61,13 +61,13 @@ def write_weights(
     files: Files,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write all weights below `folder` by way of `files`, and check them there. Collective over the whole world.
+    """Give all weights to `files`, to be written below `folder` and checked there. Collective over the whole world.
 
-    All are written in `dtype` but the routers' biases, which stay in float32, as other models' files have them.
+    All are written in `dtype` but the routers' biases, which stay in float32, as in other models' files.
 
-    Beside one gathered tensor a rank holds at most one file's tensors, or all of its files' where `files` writes later.
-    Completing `files` raises RanksFailedError, the same on every rank, where a file could not be written, or where the
-    files do not hold exactly the tensors of the model, each with its shape and, for a sample, its very bytes.
+    Beside one gathered tensor a rank holds at most one file's tensors, or those of all its files where `files` writes
+    later. Completing `files` raises RanksFailedError, the same on every rank, where a file could not be written, or
+    where the files do not hold exactly the tensors of the model with their shapes and, for a sample, their bytes.
     """
     table = shard_table(source.config, source.mesh)
     shapes = full_shapes(source.model, config=source.config, table=table)
@@ -90,7 +90,7 @@ def _name_and_check(
     """Give all ranks' files their final names, write the index, and read everything back. Collective."""
     by_rank: list[list[WrittenFile]] = ranks.gather(mine)
     written = [file for files in by_rank for file in files]
-    final = [file._replace(name=name) for file, name in zip(written, _final_names(len(written)), strict=True)]
+    final = [file._replace(name=name) for file, name in zip(written, file_names(len(written), stem=STEM), strict=True)]
 
     def rename() -> None:
         for old, new in zip(written, final, strict=True):
@@ -99,7 +99,9 @@ def _name_and_check(
 
     def check() -> None:
         if ranks.rank == 0:
-            _write_index(folder, final)
+            if len(final) > 1:
+                file_of = {name: file.name for file in final for name in file.shapes}
+                write_index(folder, stem=STEM, file_of=file_of, total_bytes=sum(file.num_bytes for file in final))
             _check_names(final, expected)
         for file in final[ranks.rank :: ranks.world_size]:
             _check_file(folder / file.name, file)
@@ -111,7 +113,7 @@ def _name_and_check(
 def _whole_tensors(
     name: str, local: Tensor, shape: tuple[int, ...], *, source: WeightSource, table: ShardTable, kind: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """The file tensors of one parameter that this rank has to write. Collective over the group."""
+    """Yield the tensors made of one parameter that this rank has to write, by name. Collective over the group."""
     mesh = source.mesh
     targets = file_tensors(name, num_experts=source.config.num_experts, model_type=kind)
     shards = [table.shard(name, shape, group_rank=rank) for rank in range(mesh.layout.tp)]
@@ -139,12 +141,12 @@ def _file_parts(targets: Iterable[FileTensor], expert: int, whole: Tensor) -> It
 
 
 def _writer_of(name: str, mesh: ParallelMesh) -> int:
-    """Spread the dense tensors over the group, the same way on every rank."""
+    """Choose the rank of the group that writes a dense tensor, the same on every rank."""
     return int(hashlib.blake2b(name.encode(), digest_size=4).hexdigest(), 16) % mesh.layout.tp
 
 
 def _gather(local: Tensor, shards: list[Shard], *, mesh: ParallelMesh, writer: int) -> Tensor | None:
-    """The whole tensor on the writing rank of the group, None on the others."""
+    """Return the whole tensor on the writing rank of the group, None on the others."""
     if mesh.group is None or shards[0].is_replicated:
         return local if mesh.group_rank == writer else None
     return _gather_from(local, shards, range(mesh.layout.tp), mesh=mesh, writer=writer)
@@ -153,7 +155,7 @@ def _gather(local: Tensor, shards: list[Shard], *, mesh: ParallelMesh, writer: i
 def _gather_expert(
     part: Tensor | None, shards: list[Shard], *, holders: list[int], mesh: ParallelMesh, writer: int
 ) -> Tensor | None:
-    """One expert, [2F, D] or [D, F], on the writing rank; `part` is this rank's slice of it, if it has one."""
+    """Return one expert, [2F, D] or [D, F], on the writing rank; `part` is this rank's slice of it, if it has one."""
     if part is None:
         return None
     slices = [
@@ -176,7 +178,7 @@ def _gather_expert(
 def _gather_from(
     local: Tensor, shards: list[Shard], holders: Iterable[int], *, mesh: ParallelMesh, writer: int
 ) -> Tensor | None:
-    """Send to the writer, point to point: the holders may be a part of the group."""
+    """Gather on the writer by point-to-point messages, since the holders may be a part of the group."""
     first = mesh.dp_rank * mesh.layout.tp  # global rank of the group's first
     if mesh.group_rank != writer:
         dist.send(local.contiguous(), dst=first + writer, group=mesh.group)
@@ -192,7 +194,7 @@ def _gather_from(
 
 
 class _FileWriter:
-    """Collects tensors and gives a file to `files` whenever enough have come together; `written` are those written."""
+    """Collects tensors and gives them to `files` whenever they fill a file; `written` are the files written."""
 
     def __init__(self, folder: Path, *, rank: int, max_file_bytes: int, files: Files) -> None:
         self._folder, self._rank, self._max_file_bytes, self._files = folder, rank, max_file_bytes, files
@@ -209,7 +211,7 @@ class _FileWriter:
         self._num_bytes += num_bytes
 
     def flush(self) -> None:
-        """Give what has come together since the last file."""
+        """Give the tensors collected since the last file."""
         if not self._tensors:
             return
         name = f"part-{self._rank:05d}-{self._num_files:05d}.safetensors"
@@ -227,21 +229,6 @@ class _FileWriter:
         digests = {key: _digest(tensors[key]) for key in sample}
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self.written.append(WrittenFile(path.name, shapes, digests, num_bytes))
-
-
-def _final_names(num_files: int) -> list[str]:
-    if num_files == 1:
-        return ["model.safetensors"]
-    return [f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)]
-
-
-def _write_index(folder: Path, files: list[WrittenFile]) -> None:
-    if len(files) == 1:
-        return
-    weight_map = {name: file.name for file in files for name in file.shapes}
-    total_size = sum(file.num_bytes for file in files)
-    index: dict[str, Any] = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _expected_shapes(
@@ -279,4 +266,4 @@ def _check_file(path: Path, file: WrittenFile) -> None:
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(tensor.contiguous().flatten().view(torch.uint8).numpy().data, digest_size=16).hexdigest()
+    return hashlib.blake2b(bytes_of(tensor), digest_size=16).hexdigest()

@@ -18,14 +18,14 @@ class Host(NamedTuple):
 
 
 class Hostfile(NamedTuple):
-    """The hosts in the order of the file, and what its writer should know although it can be used."""
+    """The hosts in the order of the file, and notes on what can be used but is probably not meant."""
 
     hosts: tuple[Host, ...]
     notes: tuple[str, ...]
 
 
 class RankPlace(NamedTuple):
-    """Where a rank runs."""
+    """The host, the number of its node and the local rank that a rank has."""
 
     rank: int
     host: str
@@ -67,7 +67,7 @@ def read_hostfile(path: Path) -> Hostfile:
 
 
 def rank_table(hosts: Sequence[Host]) -> list[RankPlace]:
-    """Ranks count through the hosts in the order of the file, as DeepSpeed's launcher numbers them."""
+    """Number the ranks through the hosts in the order of the file, as DeepSpeed's launcher does."""
     table: list[RankPlace] = []
     for node_rank, host in enumerate(hosts):
         first = len(table)
@@ -76,7 +76,7 @@ def rank_table(hosts: Sequence[Host]) -> list[RankPlace]:
 
 
 def _machine(name: str) -> str:
-    """`user@host` and `HOST` are the same machine."""
+    """Return the machine's name, which is the same for `user@host` and `HOST`."""
     return name.rpartition("@")[2].lower()
 
 

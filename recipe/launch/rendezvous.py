@@ -13,16 +13,17 @@ from pathlib import Path
 from torch.distributed import DistNetworkError, FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from recipe.launch.processes import PROC, ProcessId, identify_myself, is_alive, pid_namespace
+from recipe.shared.errors import RunError
 
 POLL_S = 0.02
 
 
-class RendezvousError(RuntimeError):
+class RendezvousError(RunError):
     """The ranks did not come together; the text says who is missing and where they were expected."""
 
 
 def private_folder(parent: Path) -> Path:
-    """A folder under `parent` that only this user can enter, for the processes that see the same pids."""
+    """Make a folder under `parent` that only this user can enter, for the processes that see the same pids."""
     folder = parent / f"gather-moe-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -37,7 +38,7 @@ def private_folder(parent: Path) -> Path:
 
 
 def open_file_store(name: str, *, folder: Path, world_size: int) -> Store:
-    """The store in `folder/name`, shared by every process of this user that asks for the same name.
+    """Open the store in `folder/name`, shared by every process of this user that asks for the same name.
 
     What dead processes left in the folder is removed first, so a name that a killed run used starts afresh.
     """
@@ -56,7 +57,7 @@ def leave_file_store(folder: Path) -> None:
 
 
 def open_tcp_store(address: str, *, port: int, world_size: int, serve: bool, timeout_s: float) -> Store:
-    """The store at address:port, hosted by the one process that serves.
+    """Open the store at address:port, hosted by the one process that serves.
 
     Raises RendezvousError at once where the port is taken, and after `timeout_s` where nobody answers.
     """
@@ -74,10 +75,10 @@ def open_tcp_store(address: str, *, port: int, world_size: int, serve: bool, tim
         ) from error
 
 
-def wait_for_all(store: Store, *, rank: int, world_size: int, timeout_s: float, place: str) -> None:
+def wait_for_all(store: Store, *, rank: int, world_size: int, timeout_s: float, meeting: str) -> None:
     """Return once every rank has come; raise RendezvousError naming the missing ones after `timeout_s`."""
     if store.add(f"present/{rank}", 1) > 1:
-        raise RendezvousError(f"two processes came to {place} as rank {rank}; RANK must differ between them")
+        raise RendezvousError(f"two processes came to {meeting} as rank {rank}; RANK must differ between them")
     deadline = time.monotonic() + timeout_s
     missing = set(range(world_size))
     while missing:
@@ -86,7 +87,7 @@ def wait_for_all(store: Store, *, rank: int, world_size: int, timeout_s: float, 
             store.delete_key(f"present/{rank}")  # whoever comes later must not count on this rank
             present = sorted(set(range(world_size)) - missing)
             raise RendezvousError(
-                f"rank {rank} waited {timeout_s:g} s at {place}: expected ranks {list(range(world_size))}, "
+                f"rank {rank} waited {timeout_s:g} s at {meeting}: expected ranks {list(range(world_size))}, "
                 f"present {present}, missing {sorted(missing)}"
             )
         if missing:
@@ -129,7 +130,7 @@ def _wait_for_listener(address: str, *, port: int, timeout_s: float) -> None:
 
 
 def _port_holder(port: int) -> str:
-    """The process that listens on a TCP port of this machine, as far as this user may know."""
+    """Describe the process that listens on a TCP port of this machine, as far as this user may know."""
     listening = "0A"
     inodes = {
         fields[9]

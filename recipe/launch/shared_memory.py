@@ -10,13 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from recipe.launch.processes import PROC
+from recipe.shared.errors import RunError
+from recipe.shared.units import MIB
 
 BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
 MIN_FREE_SHARE = 0.05
-MIB = 2**20
 
 
-class SharedMemoryError(RuntimeError):
+class SharedMemoryError(RunError):
     """/dev/shm has no room to work with."""
 
 
@@ -54,7 +55,7 @@ def check_room(folder: Path) -> None:
 
 
 def _files_in_use(folder: Path) -> Iterator[str]:
-    """Every path under `folder` that a process of this user has open or mapped.
+    """Yield every path under `folder` that a process of this user has open or mapped.
 
     A buffer is open before it is mapped, and mapped for as long as it is used: looking at both, in this order, leaves
     no moment in which a starting run goes unseen.

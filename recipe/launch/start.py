@@ -61,12 +61,12 @@ def read_world(environ: Mapping[str, str]) -> World:
 
 
 def rank_from(environ: Mapping[str, str]) -> int:
-    """This process's rank, and 0 where RANK is missing or no number: good for who prints, also that it is none."""
+    """Read this process's rank; 0 where RANK is missing or no number, so that an error about it is printed, too."""
     return _number_or_zero(environ.get("RANK"))
 
 
 def local_rank_from(environ: Mapping[str, str]) -> int:
-    """The same for its rank among those of its node."""
+    """Read this process's rank among those of its node, 0 likewise."""
     return _number_or_zero(environ.get("LOCAL_RANK"))
 
 
@@ -112,8 +112,8 @@ def start_ranks(
     if world.world_size > 1 and not world.by_launcher:
         say(f"neither LOCAL_SIZE nor LOCAL_WORLD_SIZE is set: all {world.world_size} ranks count as one node's")
     store = _open_store(world, environ, timeout_s=join_timeout_s)
-    place = _describe_place(world, environ)
-    wait_for_all(store, rank=world.rank, world_size=world.world_size, timeout_s=join_timeout_s, place=place)
+    meeting = _describe_meeting(world, environ)
+    wait_for_all(store, rank=world.rank, world_size=world.world_size, timeout_s=join_timeout_s, meeting=meeting)
     dist.init_process_group(
         "nccl" if world.device == "cuda" else "gloo",
         store=store,
@@ -140,7 +140,7 @@ def _number_or_zero(text: str | None) -> int:
 
 
 def compute_capability(world: World) -> tuple[int, int] | None:
-    """Of this rank's GPU, (major, minor); None on a CPU."""
+    """Return (major, minor) of this rank's GPU; None on a CPU."""
     import torch
 
     if world.device == "cpu":
@@ -150,7 +150,7 @@ def compute_capability(world: World) -> tuple[int, int] | None:
 
 
 def _choose_device(environ: Mapping[str, str]) -> str:
-    """The device DeepSpeed will choose too: DS_ACCELERATOR where it is set, else the GPU where there is one."""
+    """Choose the device as DeepSpeed will: DS_ACCELERATOR where it is set, else the GPU where there is one."""
     import torch
 
     wanted = environ.get("DS_ACCELERATOR")
@@ -162,7 +162,7 @@ def _choose_device(environ: Mapping[str, str]) -> str:
 
 
 def _refuse_foreign_launchers(environ: Mapping[str, str]) -> None:
-    """Many processes that each take themselves for a whole run would train the same model side by side."""
+    """Refuse many processes of which each would take itself for a whole run and train the same model."""
     for launcher, variable in FOREIGN_LAUNCHERS:
         count = environ.get(variable, "1")
         if count != "1":
@@ -191,7 +191,7 @@ def _whole_number(environ: Mapping[str, str], name: str, *, at_least: int) -> in
 
 
 def _local_world_size(environ: Mapping[str, str]) -> int | None:
-    """How many ranks the launcher says it started on this node; None where no launcher says so."""
+    """Read how many ranks the launcher started on this node; None where it does not say."""
     counts = {
         name: _whole_number(environ, name, at_least=1)
         for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
@@ -220,7 +220,7 @@ def _check_world(world: World, environ: Mapping[str, str]) -> None:
 
 
 def _export(world: World, environ: MutableMapping[str, str]) -> None:
-    """DeepSpeed asks for LOCAL_RANK even where torch.distributed is already up."""
+    """Set the variables of `world`: DeepSpeed asks for LOCAL_RANK even where torch.distributed is already up."""
     if world.device == "cpu":
         environ.pop("LOCAL_SIZE", None)
     environ.update(RANK=str(world.rank), LOCAL_RANK=str(world.local_rank), WORLD_SIZE=str(world.world_size))
@@ -267,7 +267,7 @@ def _open_store(world: World, environ: Mapping[str, str], *, timeout_s: float) -
 
 
 def _launcher_name() -> str:
-    """The same for all ranks that one launcher process started, and for no others."""
+    """Return a name that all ranks of one launcher process have, and no others."""
     from recipe.launch.processes import identify
     from recipe.launch.rendezvous import RendezvousError
 
@@ -277,7 +277,7 @@ def _launcher_name() -> str:
     return f"launcher-{launcher.pid}-{launcher.start_ticks}"
 
 
-def _describe_place(world: World, environ: Mapping[str, str]) -> str:
+def _describe_meeting(world: World, environ: Mapping[str, str]) -> str:
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if _meets_by_file(world):
         return (

@@ -1,8 +1,9 @@
-"""Collectives by size on a group, as the model calls them, and how much of a rank's processor they take."""
+"""Collectives by size on a group, as the model calls them: a line through their times, and how busy a rank is."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import sqrt
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from modeling.comm import RowSplits, all_gather_rows, all_to_all_rows, reduce_scatter_rows
-from recipe.measure.fit import Reading, fit_line
 from recipe.measure.timing import Timing, Work
 from recipe.plan.hardware_values import Fit, Link
 from recipe.plan.wire_time import STEPS, fewest_steps
@@ -25,6 +25,13 @@ class Sender(NamedTuple):
 
     run: Callable[[Tensor, ProcessGroup], object]
     share: Callable[[int], float]
+
+
+class Reading(NamedTuple):
+    """One collective, in which a rank sends this much."""
+
+    sent_bytes: float
+    seconds: float
 
 
 def measure_link(
@@ -51,6 +58,29 @@ def measure_link(
     largest = max((sent, work) for (op, sent), work in cases.items() if op == "all_gather")[1]
     busy = GPU_BUSY if timing.device == "cuda" else _busy_share(timing, largest)
     return Link(alpha_s=gather.alpha_s, bytes_per_s=gather.bytes_per_s, busy=busy, ops=ops)
+
+
+def fit_line(readings: Sequence[Reading], *, num_steps: int) -> Fit:
+    """Fit seconds = alpha x steps + bytes / bandwidth by least squares.
+
+    The squares are of fitted / measured - 1, so that small transfers count as much as large ones.
+
+    alpha is not below 0. Raises ValueError where time does not grow with bytes, or fewer than two sizes were measured.
+    """
+    if len({reading.sent_bytes for reading in readings}) < 2:
+        raise ValueError(f"{len(readings)} transfers of one size make no line; measure two sizes at least")
+    # With u = steps / seconds and v = bytes / seconds the best a and b of a u + b v = 1.
+    pairs = [(num_steps / r.seconds, r.sent_bytes / r.seconds) for r in readings]
+    uu, uv, vv = (sum(p[i] * p[j] for p in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
+    u, v = (sum(p[i] for p in pairs) for i in (0, 1))
+    alpha_s = (u * vv - v * uv) / (uu * vv - uv * uv)
+    if alpha_s < 0:
+        alpha_s = 0.0
+    slope = (v - alpha_s * uv) / vv
+    if slope <= 0:
+        raise ValueError("larger transfers took no longer than small ones: the machine was too busy to be measured")
+    squares = sum((alpha_s * p[0] + slope * p[1] - 1) ** 2 for p in pairs)
+    return Fit(alpha_s, 1 / slope, sqrt(squares / len(pairs)), max(r.sent_bytes for r in readings))
 
 
 def _tensor(sent_bytes: int, *, share: float, size: int, device: str) -> Tensor:

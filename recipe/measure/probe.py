@@ -13,10 +13,8 @@ import torch.distributed as dist
 
 from recipe.launch.start import World
 from recipe.measure.collectives import measure_link
-from recipe.measure.passes import measure_passes
-from recipe.measure.products import best_rate, measure_attention, measure_products
-from recipe.measure.sizes import Sizes, sizes_for
-from recipe.measure.timing import Timing, by_case
+from recipe.measure.products import best_rate, measure_attention, measure_passes, measure_products
+from recipe.measure.timing import Sizes, Timing, by_case, sizes_for
 from recipe.plan.hardware_values import Efficiencies, Hardware, Link, Measured
 from recipe.shared.flops import table_peak
 from recipe.shared.ranks import OneRank, Ranks, TorchRanks

@@ -1,6 +1,9 @@
-"""Matrix products by shape, as the layers call them, and attention by length."""
+"""The work of one rank that is timed, as the layers run it: products by shape, attention by length, passes over memory.
 
-from collections.abc import Iterator
+A pass is one of recipe/plan/passes.py, run with the operators that the layers use.
+"""
+
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import cycle
 
@@ -8,21 +11,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipe.measure.sizes import Sizes
-from recipe.measure.timing import Timing, Work
+from modeling.attention import RotaryTables, rotate
+from modeling.comm import Chunks, wide
+from modeling.norm import rms_norm
+from modeling.router import route, router_statistics
+from modeling.vocabulary import Vocabulary, vocab_parallel_losses
+from recipe.measure.timing import Sizes, Timing, Work
 from recipe.plan.hardware_file import PRODUCT_KINDS
-from recipe.plan.hardware_values import AttentionRate, ProductRate
-from recipe.plan.rates import ATTENTION_BACKWARD_FLOPS
+from recipe.plan.hardware_values import AttentionRate, Curve, ProductRate
+from recipe.plan.rates import ATTENTION_BACKWARD_FLOPS, PASSES
 
-NUM_EXPERTS = 8  # whose weights are taken in turn, so that none is still in the cache
-NUM_HEADS = 4
+NUM_EXPERT_WEIGHTS = 8  # whose weights are taken in turn, so that none is still in the cache
+NUM_ATTENTION_HEADS = 4
+# Of passes.
+WIDTH = 512  # of a row
+VOCABULARY = 4096
+HEAD_DIM, NUM_HEADS = 64, 8
+NUM_EXPERTS, NUM_ACTIVE = 32, 4
 
 
 def measure_products(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> dict[str, tuple[ProductRate, ...]]:
     """FLOP/s of every kind over the grid of rows and widths."""
     cases: dict[tuple[str, int, int], Work] = {}
     for width in sizes.widths:
-        weights = [torch.randn(width, width, dtype=dtype, device=timing.device) for _ in range(NUM_EXPERTS)]
+        weights = [torch.randn(width, width, dtype=dtype, device=timing.device) for _ in range(NUM_EXPERT_WEIGHTS)]
         for rows in sizes.rows:
             if 2 * rows * width**2 <= sizes.max_flops:
                 x, grad = (torch.randn(rows, width, dtype=dtype, device=timing.device) for _ in range(2))
@@ -44,7 +56,7 @@ def measure_attention(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> tu
     cases: dict[tuple[int, int, bool], Work] = {}
     for length in sizes.lengths:
         for head_dim in sizes.head_dims:
-            shape = (1, NUM_HEADS, length, head_dim)
+            shape = (1, NUM_ATTENTION_HEADS, length, head_dim)
             query, key, value = (torch.randn(shape, dtype=dtype, device=timing.device) for _ in range(3))
             forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
             cases[length, head_dim, False] = torch.no_grad()(forward)
@@ -53,7 +65,7 @@ def measure_attention(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> tu
     rates = []
     for length in sizes.lengths:
         for head_dim in sizes.head_dims:
-            flops = 2 * length**2 * NUM_HEADS * head_dim
+            flops = 2 * length**2 * NUM_ATTENTION_HEADS * head_dim
             forward_s, backward_s = seconds[length, head_dim, False], seconds[length, head_dim, True]
             rates.append(
                 AttentionRate(length, head_dim, flops / forward_s, ATTENTION_BACKWARD_FLOPS * flops / backward_s)
@@ -90,10 +102,174 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def best_rate(products: dict[str, tuple[ProductRate, ...]]) -> float:
-    """The most FLOP/s of any product."""
-    return max(_flops(products))
+def best_rate(products: Mapping[str, tuple[ProductRate, ...]]) -> float:
+    """Return the most FLOP/s of any product."""
+    return max(rate.flops_per_s for kind in products.values() for rate in kind)
 
 
-def _flops(products: dict[str, tuple[ProductRate, ...]]) -> Iterator[float]:
-    return (rate.flops_per_s for kind in products.values() for rate in kind)
+Make = Callable[["Random", int], Work]
+
+
+class Random:
+    """Tensors of one type on one device."""
+
+    def __init__(self, dtype: torch.dtype, *, device: str) -> None:
+        self.dtype, self.device = dtype, device
+
+    def rows(self, elements: int, *, width: int = WIDTH, dtype: torch.dtype | None = None) -> Tensor:
+        """[elements / width, width], at least one row."""
+        return torch.randn(max(1, elements // width), width, dtype=dtype or self.dtype, device=self.device)
+
+    def order(self, rows: Tensor) -> Tensor:
+        """Their numbers, shuffled."""
+        return torch.randperm(len(rows), device=self.device)
+
+
+def measure_passes(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> dict[str, Curve]:
+    """Seconds of every pass by its number of elements."""
+    random = Random(dtype, device=timing.device)
+    cases = {(name, n): MAKERS[name](random, n) for name in PASSES for n in sizes.elements}
+    seconds = timing.measure(cases, name=f"passes over memory, {_name(dtype)}")
+    return {name: tuple((n, seconds[name, n]) for n in sizes.elements) for name in PASSES}
+
+
+def _copy(random: Random, n: int) -> Work:
+    return random.rows(n).clone
+
+
+def _add(random: Random, n: int) -> Work:
+    x, y = random.rows(n), random.rows(n)
+    return lambda: x + y
+
+
+def _norm(random: Random, n: int) -> Work:
+    x, weight = random.rows(n), torch.ones(WIDTH, device=random.device)
+    return lambda: rms_norm(x, weight, eps=1e-6)
+
+
+def _norm_backward(random: Random, n: int) -> Work:
+    x = random.rows(n).requires_grad_()
+    weight = torch.ones(WIDTH, device=random.device, requires_grad=True)
+    out = rms_norm(x, weight, eps=1e-6)
+    return _backward(out, [x, weight])
+
+
+def _rotate(random: Random, n: int) -> Work:
+    length = max(1, n // (NUM_HEADS * HEAD_DIM))
+    x = random.rows(length * NUM_HEADS * HEAD_DIM).view(1, length, NUM_HEADS, HEAD_DIM).transpose(1, 2)
+    tables = RotaryTables(*(random.rows(length * HEAD_DIM, width=HEAD_DIM)[None] for _ in range(2)))
+    return lambda: rotate(x, tables)
+
+
+def _rows(random: Random, n: int) -> Work:
+    x = random.rows(n)
+    order = random.order(x)
+    return lambda: x[order]
+
+
+def _add_rows(random: Random, n: int) -> Work:
+    y = random.rows(n)
+    out, order, weight = torch.zeros_like(wide(y)), random.order(y), random.rows(len(y), width=1)
+    return lambda: out.index_add_(0, order, wide(y) * weight)
+
+
+def _sum_rows(random: Random, n: int) -> Work:
+    y = random.rows(n)
+    out, order, weight = torch.zeros_like(wide(y)), random.order(y), random.rows(len(y), width=1)
+    taken = weight > 0
+
+    def work() -> None:
+        out.add_(torch.where(taken, wide(y[order]), 0.0) * weight)
+
+    return work
+
+
+def _activation(random: Random, n: int) -> Work:
+    gate, up = random.rows(2 * n, width=2 * WIDTH).chunk(2, dim=-1)
+    return lambda: F.silu(gate).mul_(up)
+
+
+def _activation_backward(random: Random, n: int) -> Work:
+    gate, up = random.rows(2 * n, width=2 * WIDTH).chunk(2, dim=-1)
+    grads = random.rows(2 * n, width=2 * WIDTH)
+    grad_gate, grad_up = grads.chunk(2, dim=-1)
+    grad, weight, act = random.rows(n), random.rows(len(gate), width=1), random.rows(n)
+
+    def work() -> None:
+        silu = F.silu(gate)
+        torch.mul(silu, up, out=act)
+        grad_act = wide(grad)
+        (grad_act * wide(act)).sum(-1)
+        grad_act = (grad_act * weight).to(act.dtype)
+        torch.mul(grad_act, silu, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad_act.mul_(up), gate, grad_input=grad_gate)
+
+    return work
+
+
+def _routing(random: Random, n: int) -> Work:
+    logits = random.rows(n, width=NUM_EXPERTS, dtype=torch.float32).requires_grad_()
+    sequences = torch.zeros(len(logits), dtype=torch.int64, device=random.device)
+
+    def work() -> None:
+        routing = route(logits, num_active=NUM_ACTIVE, renormalise=True)
+        sums = router_statistics(routing, sequence_of_token_t=sequences, num_sequences=1, token_mask_t=None)
+        loss = routing.weights_tA.sum() + sums.probs_BE.sum() + sums.z_B.sum()
+        torch.autograd.grad(loss, [logits])
+
+    return work
+
+
+def _loss(random: Random, n: int) -> Work:
+    # So narrow that its products weigh nothing.
+    x = random.rows(max(1, n // VOCABULARY) * 8, width=8).requires_grad_()
+    weight = random.rows(VOCABULARY * 8, width=8).requires_grad_()
+    targets = torch.zeros(len(x), dtype=torch.int64, device=random.device)
+    vocabulary = Vocabulary(0, VOCABULARY, None)
+    return lambda: vocab_parallel_losses(x, weight, targets, vocabulary=vocabulary, chunks=Chunks(len(x)))
+
+
+def _refill(random: Random, n: int) -> Work:
+    x, out = (random.rows(n, dtype=torch.float32) for _ in range(2))
+    return lambda: out.copy_(x)
+
+
+def _sum_up(random: Random, n: int) -> Work:
+    x, out = (random.rows(n, dtype=torch.float32) for _ in range(2))
+    return lambda: out.add_(x)
+
+
+def _adamw(random: Random, n: int) -> Work:
+    parameter = torch.nn.Parameter(random.rows(n, dtype=torch.float32))
+    parameter.grad = torch.randn_like(parameter)
+    return torch.optim.AdamW([parameter], lr=1e-9, fused=True).step
+
+
+def _squares(random: Random, n: int) -> Work:
+    x = random.rows(n, dtype=torch.float32)
+    return lambda: torch.linalg.vector_norm(x.double())
+
+
+def _backward(out: Tensor, inputs: list[Tensor]) -> Work:
+    grad = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
+MAKERS: Mapping[str, Make] = {
+    "copy": _copy,
+    "add": _add,
+    "norm": _norm,
+    "norm_backward": _norm_backward,
+    "rotate": _rotate,
+    "rows": _rows,
+    "add_rows": _add_rows,
+    "sum_rows": _sum_rows,
+    "activation": _activation,
+    "activation_backward": _activation_backward,
+    "routing": _routing,
+    "loss": _loss,
+    "refill": _refill,
+    "sum_up": _sum_up,
+    "adamw": _adamw,
+    "squares": _squares,
+}

@@ -47,7 +47,7 @@ def _make_engine(request: Request) -> Engine:
     arguments, settings = request.arguments, request.settings
     config = model_config(arguments, model=request.model)
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
-    model = build_model(config, mesh=mesh, execution=settings.parallel.execution, seed=arguments.seed)
+    model = build_model(config, mesh=mesh, execution=settings.execution, seed=arguments.seed)
     return start_engine(model, arguments=arguments, settings=settings, device=request.world.device)
 
 

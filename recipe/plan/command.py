@@ -3,12 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from recipe.shared.argument_types import at_least_one
-from recipe.shared.command import Command
+from recipe.shared.command import Command, at_least_one
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,30 +24,13 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", type=layout_words, metavar="tp=N,ep=N", help="say how far this layout is behind the best one"
     )
-    parser.add_argument(
-        "--published", action=_PrintPublished, help="print published speeds beside what is predicted for them, and exit"
-    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print everything as one JSON object")
     form.add_argument("-v", "--verbose", action="store_true", help="also print formulas and where numbers are from")
 
 
-class _PrintPublished(argparse.Action):
-    """Like --help, it needs no other flag."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from recipe.plan.published import describe_published
-
-        for line in describe_published():
-            print(line)
-        raise SystemExit(0)
-
-
 def _print_plans(arguments: argparse.Namespace) -> int:
-    """Exit code 1 where no layout fits."""
+    """Search, print, and write the best plan; return 1 where no layout fits."""
     from recipe.plan.explain import idle_notes
     from recipe.plan.flags import read_plan_request
     from recipe.plan.hardware import find_hardware
@@ -73,7 +53,7 @@ def _print_plans(arguments: argparse.Namespace) -> int:
         return 1
     best = found.plans[0]
     if arguments.verbose:
-        from recipe.plan.basis import describe_basis
+        from recipe.plan.explain import describe_basis
 
         for line in describe_basis(best, found):
             print(line)

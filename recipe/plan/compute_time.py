@@ -1,19 +1,19 @@
-"""Seconds that a rank computes for one micro-batch, part by part in the order of the code, transfers left out.
+"""Seconds that a rank computes in a step, part by part in the order of the code, transfers left out.
 
-Letters as in modeling/: T tokens of the group, t of this rank, D hidden, h and g heads here, K head size, R rows of
-experts, f their width here, e experts here.
+Products and attention go by their shapes, everything else by the numbers that it reads and writes (rates.py).
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from modeling.cost import MATRICES
 from recipe.plan.job import Job
-from recipe.plan.model_traffic import head_rows, num_chunks
-from recipe.plan.rates import Rates
+from recipe.plan.parameters import rank_parameters
+from recipe.plan.rates import PASSES, Rates
 
 
 class Times(NamedTuple):
-    """Of one layer, or of what is around the layers. `chunked` is what the chunks of a transfer run beside.
+    """Seconds of one layer in one pass, or of what is around the layers, by what they run beside.
 
     before   up to the first product on gathered tokens
     chunked  products on gathered tokens, over all chunks
@@ -36,7 +36,7 @@ class Times(NamedTuple):
 
 
 class Both(NamedTuple):
-    """Of a part, forward and backward."""
+    """Seconds of a part, forward and backward."""
 
     forward: Times
     backward: Times
@@ -46,55 +46,66 @@ class Both(NamedTuple):
         return Both(Times(), Times())
 
     def total(self, *, recompute: bool) -> float:
-        """Of a step's micro-batch, the forward once more where it is recomputed."""
+        """Return the seconds of a micro-batch, the forward once more where it is recomputed."""
         return (2 if recompute else 1) * self.forward.total + self.backward.total
 
 
 def attention_times(job: Job, rates: Rates) -> Both:
-    """A layer's attention with the norm before it and the sum after it."""
-    sizes, tp, chunks = job.sizes, job.layout.tp, num_chunks(job)
-    tokens, rank_tokens, width, head = job.num_tokens, job.tokens_per_rank, sizes.hidden_size, sizes.head_dim
+    """Return the seconds of a layer's attention with the norm before it and the sum after it."""
+    sizes, tp, tokens, head = job.sizes, job.layout.tp, job.num_tokens, job.sizes.head_dim
     heads, kv_heads = sizes.num_attention_heads / tp, max(sizes.num_key_value_heads / tp, 1)
     query, key_value = heads * head, kv_heads * head
-    rows, here, shared = tokens / chunks, rank_tokens * width, tp > 1
     length = job.attention_length or job.block_size
-
-    def product(kind: str, inner: float, out: float) -> float:
-        return rates.product_s(kind, rows=rows, width=inner, out=out, count=chunks)
 
     def core(backward: bool) -> float:
         return rates.attention_s(tokens=tokens, num_heads=heads, head_dim=head, length=length, backward=backward)
 
-    turned = tokens * (query + key_value)
-    normed = turned if sizes.qk_norm != "none" else 0.0
-    projected = tokens * (query + 2 * key_value)
+    turned, projected = tokens * (query + key_value), tokens * (query + 2 * key_value)
     # Each projection made contiguous, and attention's output; gathered in chunks they are put in order, too.
     copies = rates.pass_s("copy", projected) + rates.pass_s("copy", tokens * query)
-    in_order = rates.pass_s("copy", projected) + rates.pass_s("copy", tokens * query) if chunks > 1 else 0.0
-    repeats = rates.pass_s("copy", 2 * tokens * query) if heads > kv_heads else 0.0
+    both = rates.pass_s("rotate", turned) + (copies if job.num_chunks > 1 else 0.0)
+    both += rates.pass_s("copy", 2 * tokens * query) if heads > kv_heads else 0.0
+    norms = [rates.pass_s(name, turned) if sizes.qk_norm != "none" else 0.0 for name in ("norm", "norm_backward")]
+    return _half_of_a_layer(
+        job,
+        rates,
+        first=query + 2 * key_value,
+        second=query,
+        between=(both + copies + norms[0] + core(False), both + (2 if tp > 1 else 1) * copies + norms[1] + core(True)),
+    )
+
+
+def dense_times(job: Job, rates: Rates) -> Both:
+    """Return the seconds of a dense feed-forward layer with the norm before it and the sum after it."""
+    width = job.sizes.intermediate_size / job.layout.tp
+    elements = job.num_tokens * width
+    between = (rates.pass_s("activation", elements), rates.pass_s("activation_backward", elements))
+    return _half_of_a_layer(job, rates, first=2 * width, second=width, between=between)
+
+
+def _half_of_a_layer(job: Job, rates: Rates, *, first: float, second: float, between: tuple[float, float]) -> Both:
+    """Return the seconds of products on gathered tokens to `first` numbers per token, and of `second` to their sums.
+
+    between  of what is worked on between the products, forward and backward
+    """
+    hidden, tokens, chunks = job.sizes.hidden_size, job.num_tokens, job.num_chunks
+    here = job.tokens_per_rank * hidden
+
+    def product(kind: str, inner: float, out: float) -> float:
+        return rates.product_s(kind, rows=tokens / chunks, width=inner, out=out, count=chunks)
+
     forward = Times(
         before=rates.pass_s("norm", here),
-        chunked=product("forward", width, query + 2 * key_value),
-        between=copies
-        + in_order
-        + repeats
-        + rates.pass_s("rotate", turned)
-        + (rates.pass_s("norm", normed) if normed else 0.0)
-        + core(False),
-        sums=product("forward", query, width),
+        chunked=product("forward", hidden, first),
+        between=between[0],
+        sums=product("forward", second, hidden),
         after=rates.pass_s("add", here),
     )
     backward = Times(
-        chunked=product("input_gradient", width, query),
-        between=rates.product_s("weight_gradient", rows=tokens, width=query, out=width)
-        + (2 if shared else 1) * copies
-        + in_order
-        + repeats
-        + rates.pass_s("rotate", turned)
-        + (rates.pass_s("norm_backward", normed) if normed else 0.0)
-        + core(True),
-        sums=product("input_gradient", query + 2 * key_value, width),
-        weights=rates.product_s("weight_gradient", rows=tokens, width=query + 2 * key_value, out=width),
+        chunked=product("input_gradient", hidden, second),
+        between=between[1] + rates.product_s("weight_gradient", rows=tokens, width=second, out=hidden),
+        sums=product("input_gradient", first, hidden),
+        weights=rates.product_s("weight_gradient", rows=tokens, width=first, out=hidden),
         after=rates.pass_s("norm_backward", here) + rates.pass_s("add", here),
     )
     return Both(forward, backward)
@@ -120,9 +131,9 @@ class Rows(NamedTuple):
 
 
 def expert_rows(job: Job) -> Rows:
-    """Of the slowest rank, by strategy."""
+    """Return the rows of the slowest rank, by strategy."""
     sizes, layout, active = job.sizes, job.layout, job.sizes.num_experts_per_tok
-    strategy = job.moe_strategy if layout.tp > 1 else "gather_tokens"
+    strategy = job.group_strategy
     experts, width = sizes.num_experts / layout.ep, sizes.moe_intermediate_size / layout.etp
     chunks, tokens = 1, float(job.num_tokens)
     rows: float
@@ -134,14 +145,14 @@ def expert_rows(job: Job) -> Rows:
         rows = buffer = job.rho * active * tokens / layout.tp
         tokens = rows
     else:
-        chunks = num_chunks(job)
+        chunks = job.num_chunks
         rows = (job.rho if layout.ep > 1 else 1.0) * active * tokens / layout.ep
         buffer = tokens * min(active, experts) if job.static_rows else rows
     return Rows(rows / experts / chunks, buffer / chunks, experts, width, chunks, tokens)
 
 
 def expert_times(job: Job, rates: Rates) -> Both:
-    """A layer's experts with the norm before them and the sum after them, the router left out."""
+    """Return the seconds of a layer's experts with the norm before them and the sum after them, without the router."""
     rows, width, layout = expert_rows(job), job.sizes.hidden_size, job.layout
     here = job.tokens_per_rank * width
     # One after another each expert's rows are worked on alone; grouped, a chunk's rows at once.
@@ -154,7 +165,7 @@ def expert_times(job: Job, rates: Rates) -> Both:
     def per_row(name: str, elements: float, *, times: int = 1) -> float:
         return times * rates.pass_s(name, each * elements, count=count)
 
-    moved = _moved(job, rates)
+    moved_s, moved_back_s = _moved(job, rates)
     sums = rates.pass_s("copy", rows.tokens * width)
     add_rows = "sum_rows" if job.static_rows else "add_rows"
     gate_up, down = product(width, 2 * rows.width), product(rows.width, width)
@@ -163,7 +174,7 @@ def expert_times(job: Job, rates: Rates) -> Both:
     clears = per_row("copy", 2 * width + 3 * rows.width) if job.static_rows else 0.0
     forward = Times(
         before=rates.pass_s("norm", here),
-        sums=first + per_row("activation", rows.width) + down + per_row(add_rows, width) + sums + moved.forward,
+        sums=first + per_row("activation", rows.width) + down + per_row(add_rows, width) + sums + moved_s,
         after=rates.pass_s("add", here),
     )
     per_weight = rows.per_expert * rows.chunks
@@ -180,7 +191,7 @@ def expert_times(job: Job, rates: Rates) -> Both:
         + product(2 * rows.width, width)
         + per_row(add_rows, width)
         + sums
-        + moved.backward,
+        + moved_back_s,
         weights=weights + per_row("rows", width, times=2) + per_row("add", width),
         # The gradients of the experts' and the router's inputs and of the residual meet.
         after=rates.pass_s("norm_backward", here) + rates.pass_s("add", here, count=2),
@@ -188,31 +199,24 @@ def expert_times(job: Job, rates: Rates) -> Both:
     return Both(forward, backward)
 
 
-class Moved(NamedTuple):
-    """Seconds of what a strategy puts together and takes apart around the experts of a layer."""
-
-    forward: float
-    backward: float
-
-
-def _moved(job: Job, rates: Rates) -> Moved:
-    """Nothing for gathered tokens, which the experts read where they are."""
-    sizes, strategy = job.sizes, job.moe_strategy if job.layout.tp > 1 else "gather_tokens"
+def _moved(job: Job, rates: Rates) -> tuple[float, float]:
+    """Return seconds of what a strategy joins and takes apart around the experts of a layer, forward and backward."""
+    sizes, strategy = job.sizes, job.group_strategy
     if strategy == "gather_weights":
         # Slices joined for either pass, and their gradients put in the order in which they go home.
         joined_s = rates.pass_s("copy", MATRICES * sizes.num_experts * sizes.moe_intermediate_size * sizes.hidden_size)
-        return Moved(joined_s, 2 * joined_s)
+        return joined_s, 2 * joined_s
     if strategy == "all_to_all":
         # Rows of this rank's tokens looked up, and what comes back weighted and added to them; backward the same, and
         # the products that weights and outputs get their gradients from.
         sent = job.tokens_per_rank * sizes.num_experts_per_tok * sizes.hidden_size
         once_s = rates.pass_s("rows", sent) + rates.pass_s("add_rows", sent)
-        return Moved(once_s, once_s + rates.pass_s("add", sent, count=2))
-    return Moved(0.0, 0.0)
+        return once_s, once_s + rates.pass_s("add", sent, count=2)
+    return 0.0, 0.0  # gathered tokens are read where they are
 
 
 def router_times(job: Job, exact: Rates) -> Both:
-    """Of one layer: a product and what follows it in float32, whatever the precision is."""
+    """Return the seconds of one layer's router: a product and what follows it, in float32 in either precision."""
     sizes, tokens = job.sizes, job.tokens_per_rank
     shape = {"rows": tokens, "width": sizes.hidden_size, "out": sizes.num_experts}
     half = exact.pass_s("routing", tokens * sizes.num_experts) / 2
@@ -223,38 +227,11 @@ def router_times(job: Job, exact: Rates) -> Both:
     return Both(forward, backward)
 
 
-def dense_times(job: Job, rates: Rates) -> Both:
-    """A dense feed-forward layer with the norm before it and the sum after it."""
-    sizes, chunks, tokens = job.sizes, num_chunks(job), job.num_tokens
-    hidden, width, here = sizes.hidden_size, sizes.intermediate_size / job.layout.tp, job.tokens_per_rank
-    rows = tokens / chunks
-
-    def product(kind: str, inner: float, out: float) -> float:
-        return rates.product_s(kind, rows=rows, width=inner, out=out, count=chunks)
-
-    forward = Times(
-        before=rates.pass_s("norm", here * hidden),
-        chunked=product("forward", hidden, 2 * width),
-        between=rates.pass_s("activation", tokens * width),
-        sums=product("forward", width, hidden),
-        after=rates.pass_s("add", here * hidden),
-    )
-    backward = Times(
-        chunked=product("input_gradient", hidden, width),
-        between=rates.product_s("weight_gradient", rows=tokens, width=width, out=hidden)
-        + rates.pass_s("activation_backward", tokens * width),
-        sums=product("input_gradient", 2 * width, hidden),
-        weights=rates.product_s("weight_gradient", rows=tokens, width=2 * width, out=hidden),
-        after=rates.pass_s("norm_backward", here * hidden) + rates.pass_s("add", here * hidden),
-    )
-    return Both(forward, backward)
-
-
 def head_times(job: Job, rates: Rates) -> Both:
-    """The head and its loss, whose gradients are made in the forward, chunk of logits by chunk of logits."""
+    """Return the seconds of the head and its loss, whose gradients are made in the forward, slice by slice."""
     sizes, tokens, width = job.sizes, job.num_tokens, job.sizes.hidden_size
     vocabulary = -(-sizes.vocab_size // job.layout.tp)
-    step = min(tokens / num_chunks(job), head_rows(job))
+    step = min(tokens / job.num_chunks, job.head_rows)
     shape = {"rows": step, "width": width, "out": vocabulary, "count": tokens / step}
     products = sum(rates.product_s(kind, **shape) for kind in ("forward", "input_gradient", "weight_gradient"))
     forward = Times(sums=products + rates.pass_s("loss", step * vocabulary, count=tokens / step))
@@ -265,7 +242,7 @@ def head_times(job: Job, rates: Rates) -> Both:
 
 
 def other_times(job: Job, rates: Rates) -> Both:
-    """The embedding and the last norm."""
+    """Return the seconds of the embedding and the last norm."""
     width, tokens, here = job.sizes.hidden_size, job.num_tokens, job.tokens_per_rank
     rows = -(-job.sizes.vocab_size // job.layout.tp)
     forward = Times(before=rates.pass_s("rows", tokens * width, count=2), after=rates.pass_s("norm", here * width))
@@ -274,3 +251,83 @@ def other_times(job: Job, rates: Rates) -> Both:
         after=rates.pass_s("add_rows", tokens * width) + rates.pass_s("copy", rows * width),
     )
     return Both(forward, backward)
+
+
+class Moves(NamedTuple):
+    """How often a number is written, in float32: to a buffer that is there, or scaled in it, which are the refills; to
+    a fresh buffer for all parameters, the copies; and to a fresh tensor of each parameter, the casts."""
+
+    refills: int
+    copies: int
+    casts: int = 0
+
+
+class Path(NamedTuple):
+    """What happens to a gradient per micro-batch and per step, and to what a rank updates."""
+
+    micro_batch: Moves
+    step: Moves
+    update: Moves
+
+
+NOTHING = Moves(0, 0)
+# By ZeRO stage, as DeepSpeed 0.19.8 does it, with one data-parallel rank, too; counted operator by operator.
+FP32: Mapping[int, Path] = {
+    0: Path(NOTHING, step=Moves(1, 1), update=Moves(1, 0)),
+    1: Path(NOTHING, step=Moves(4, 0), update=Moves(2, 1)),
+    2: Path(Moves(4, 0), step=NOTHING, update=Moves(2, 1)),
+    3: Path(Moves(4, 1), step=NOTHING, update=Moves(2, 1)),
+}
+# Each micro-batch's gradients are cast, and stages 1 and 2 add also the first one's to sums.
+BF16: Mapping[int, Path] = {
+    0: FP32[0],
+    1: Path(Moves(0, 0, 1), step=Moves(1, 1), update=Moves(3, 0)),
+    2: Path(Moves(4, 1, 1), step=NOTHING, update=Moves(3, 0)),
+    3: Path(Moves(3, 1, 1), step=NOTHING, update=Moves(2, 1)),
+}
+
+
+def update_time(job: Job, exact: Rates) -> float:
+    """Return the seconds that gradients and weights take in one step besides computing them, without transfers."""
+    held = rank_parameters(job.sizes, job.layout)
+    parameters = held.total(job.sizes)
+    stage, times, is_bf16 = job.zero_stage, job.accumulation, job.precision == "bf16"
+    owned = parameters / job.layout.dp if stage else parameters
+    path = (BF16 if is_bf16 else FP32)[stage]
+    sums = times if is_bf16 and stage in (1, 2) else times - 1
+    gradients_s = times * _moves_s(exact, path.micro_batch, parameters) + _moves_s(exact, path.step, parameters)
+    casts = times * path.micro_batch.casts * parameters / held.largest
+    gradients_s += exact.pass_s("copy", held.largest, count=casts) + exact.pass_s("sum_up", parameters, count=sums)
+    update_s = _moves_s(exact, path.update, owned) + exact.pass_s("squares", owned) + exact.pass_s("adamw", owned)
+    return gradients_s + update_s
+
+
+def _moves_s(exact: Rates, moves: Moves, numbers: float) -> float:
+    return exact.pass_s("refill", numbers, count=moves.refills) + exact.pass_s("copy", numbers, count=moves.copies)
+
+
+# Operators of one layer besides the passes, products and attention that have a price: views are free, these are not.
+OTHER_FORWARD, OTHER_BACKWARD = 12, 20
+
+
+def num_launches(job: Job, *, fused: bool = False) -> int:
+    """Count the kernels that a rank launches in a step, without the optimizer's; `fused`: a pass is one kernel."""
+    chunks, sizes = job.num_chunks, job.sizes
+    kernels = {name: 1 if fused else one.num_kernels for name, one in PASSES.items()}
+    attention = kernels["norm"] * 3 + kernels["rotate"] * 2 + OTHER_FORWARD + 2 * chunks
+    attention_back = kernels["norm_backward"] * 3 + kernels["rotate"] * 2 + OTHER_BACKWARD + 2 * chunks
+    active = sizes.num_experts_per_tok
+    if job.static_rows:
+        forward = chunks * (8 + kernels["activation"] + 4 * active)
+        backward = chunks * (12 + kernels["activation_backward"] + 4 * active) + 10
+    else:
+        num = chunks * sizes.num_experts // job.layout.ep
+        forward = num * (3 + kernels["activation"] + kernels["add_rows"])
+        backward = num * (4 + kernels["activation_backward"] + kernels["add_rows"]) + num // chunks * 6
+    moe = kernels["norm"] + kernels["routing"] / 2 + OTHER_FORWARD + forward
+    moe_back = kernels["norm_backward"] + kernels["routing"] / 2 + OTHER_BACKWARD + backward
+    dense, dense_back = kernels["norm"] + OTHER_FORWARD, kernels["norm_backward"] + OTHER_BACKWARD
+    times = 2 if job.recompute else 1
+    layers: float = sizes.num_hidden_layers * (times * attention + attention_back)
+    layers += sizes.num_moe_layers * (times * moe + moe_back) + len(sizes.dense_layers) * (times * dense + dense_back)
+    return round(job.accumulation * layers)

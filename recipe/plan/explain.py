@@ -5,19 +5,24 @@ from math import lcm
 from typing import Any
 
 from modeling.layout import ParallelLayout
+from recipe.plan.memory import explain_memory
+from recipe.plan.memory_lines import LEGEND, letters_of
+from recipe.plan.overlap import describe_overlap
 from recipe.plan.search import Found, Plan
 from recipe.plan.space import Rejected, layout_rules, num_groups
-from recipe.shared.units import duration
+from recipe.plan.traffic import planned_traffic
+from recipe.plan.zero3 import zero_number
+from recipe.shared.units import duration, size
 
 
 def seconds_by_kind(plan: Plan) -> dict[str, float]:
-    """Parts of a step by what they are spent on, which add up to it."""
+    """Return the parts of a step by what they are spent on; they add up to it."""
     parts = plan.time._asdict()
     return {name.removesuffix("_s").replace("_", " "): value for name, value in parts.items() if name != "hidden_s"}
 
 
 def why_first(found: Found) -> str:
-    """Two sentences: what the best plan spends its time on, and what the next one loses by."""
+    """Say in two sentences what the best plan spends its time on, and what the next one loses by."""
     best, *others = found.plans
     kinds = seconds_by_kind(best)
     spent = sorted(kinds, key=lambda name: -kinds[name])[:2]
@@ -32,7 +37,7 @@ def why_first(found: Found) -> str:
 
 
 def loses_by(plan: Plan, *, best: Plan) -> str:
-    """How far it is behind in tokens per second, and what of its step is longer by the most."""
+    """Say how far a plan is behind in tokens per second, and what of its step is longer by the most."""
     ours, theirs = seconds_by_kind(best), seconds_by_kind(plan)
     behind = 1 - plan.tokens_per_s / best.tokens_per_s
     longer_s = plan.time.step_s - best.time.step_s
@@ -46,7 +51,7 @@ def loses_by(plan: Plan, *, best: Plan) -> str:
 
 
 def why_not(found: Found) -> dict[int, str]:
-    """For every other size of group: the best it could do and what that loses by, or why there is none."""
+    """Say for every other size of group what its best plan loses by, or why it has none."""
     best = found.plans[0]
     reasons: dict[int, str] = {}
     for plan in found.plans:
@@ -59,18 +64,18 @@ def why_not(found: Found) -> dict[int, str]:
 
 
 def nearest_to_fit(rows: Iterable[Rejected]) -> Rejected:
-    """The one that lacks least memory; one that breaks a rule only where all of them do."""
+    """Return the layout that lacks least memory; one that breaks a rule only where all of them do."""
     return min(rows, key=lambda row: (not row.lacking_bytes, row.lacking_bytes))
 
 
 def why_not_fits(found: Found) -> list[Rejected]:
-    """Where no layout fits: the one of each size of group that comes nearest."""
+    """Return the layout of each size of group that comes nearest to fitting."""
     sizes = sorted({row.tp for row in found.rejected})
     return [nearest_to_fit(row for row in found.rejected if row.tp == tp) for tp in sizes]
 
 
 def idle_notes(found: Found) -> Iterator[str]:
-    """A note where devices are idle only because groups get equal shares of a step's sequences."""
+    """Yield a note where devices are idle only because groups get equal shares of a step's sequences."""
     request = found.request
     fewer: dict[int, str] = {}
     for plan in found.plans:
@@ -88,7 +93,7 @@ def idle_notes(found: Found) -> Iterator[str]:
 
 
 def against(found: Found, wanted: Mapping[str, Any]) -> str:
-    """How far a layout is behind the best plan, or ahead of what comes after it; or why it cannot be.
+    """Say how far a layout is behind the best plan, or ahead of the next one; or why it cannot be.
 
     `wanted` has "tp" and, where it matters, "ep" and "strategy". ValueError where there are not so many devices.
     """
@@ -109,13 +114,13 @@ def against(found: Found, wanted: Mapping[str, Any]) -> str:
 
 
 def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th and so on."""
+    """Return 1st, 2nd, 3rd, 4th and so on."""
     teens = number % 100 in (11, 12, 13)
     return f"{number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
 def _is(plan: Plan, wanted: Mapping[str, Any]) -> bool:
-    """A rank alone exchanges nothing, whatever its strategy is called."""
+    """Tell whether a plan is the wanted one; a rank alone exchanges nothing, whatever its strategy is called."""
     layout = plan.job.layout
     strategy = plan.job.strategy if layout.tp > 1 else wanted.get("strategy")
     found = {"tp": layout.tp, "ep": layout.ep, "strategy": strategy}
@@ -123,7 +128,7 @@ def _is(plan: Plan, wanted: Mapping[str, Any]) -> bool:
 
 
 def _why_impossible(found: Found, wanted: Mapping[str, Any]) -> str:
-    """By the rules for just this layout, or else by what was said when it, or the nearest of its kind, was tried."""
+    """Say which rule the layout breaks, or else what the search found of it or of the nearest of its kind."""
     request, tp, strategy = found.request, wanted["tp"], wanted.get("strategy")
     ep = wanted.get("ep", {"gather_weights": 1, "all_to_all": tp}.get(str(strategy)))
     layout = ParallelLayout(dp=num_groups(request, tp=tp), tp=tp, ep=ep or 1)
@@ -140,3 +145,30 @@ def _why_impossible(found: Found, wanted: Mapping[str, Any]) -> str:
         return broken
     nearest = nearest_to_fit(tried)
     return f"{nearest.layout}: {nearest.reason}"
+
+
+def describe_basis(plan: Plan, found: Found) -> Iterator[str]:
+    """Say what a plan's numbers are made of: each line of its memory with its formula, each collective, each source."""
+    yield ""
+    yield f"memory at the fullest moment, {plan.memory.moment}; of one rank"
+    rows = sorted(explain_memory(plan.job), key=lambda row: -row.num_bytes)
+    for basis in dict.fromkeys(row.basis for row in rows):
+        yield f"  {basis}"
+        for row in rows:
+            if row.basis == basis:
+                yield f"  {size(row.num_bytes):>9}  {row.kind:<12}{row.what}: {row.formula}"
+    values = letters_of(plan.job)._asdict() | {"M": zero_number(plan.job.zero, "reduce_bucket_size")}
+    for letter, meaning in LEGEND.items():
+        if values[letter]:
+            yield f"  {letter} = {values[letter]:,} {meaning}"
+    yield ""
+    yield "sent by a rank in a step"
+    sent = planned_traffic(plan.job)
+    for axis, op, purpose, num_calls, sent_bytes in sorted(sent, key=lambda row: -row.sent_bytes):
+        yield f"  {size(sent_bytes):>9}  {axis:<6}{op:<15}{purpose} in {num_calls:,} calls"
+    for assumed in describe_overlap(plan.job):
+        yield f"  {assumed}"
+    yield ""
+    yield f"numbers of {found.request.hardware.name}"
+    for name, source in found.request.hardware.sources.items():
+        yield f"  {name}: {source}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from modeling.layout import STRATEGIES, divisors
-from recipe.plan.hardware import Hardware
+from recipe.plan.hardware_values import Hardware
 from recipe.plan.job import ELEMENT_BYTES, Job, job_of
 from recipe.plan.space import PlanRequest, alone_faults
 from recipe.settings.arguments import parse_arguments
@@ -17,8 +17,9 @@ from recipe.settings.flags import Arguments
 from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY
 from recipe.settings.model import CONFIG_FLAG, read_model, run_options, sizes_of
 from recipe.settings.presets import PRESETS
-from recipe.settings.resolve import ResolvedConfig, WorldInfo, load_ds_config, resolve_config
-from recipe.shared.argument_types import at_least_even, at_least_one, at_least_two
+from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
+from recipe.settings.sources import load_deepspeed_json
+from recipe.shared.command import at_least_even, at_least_one, at_least_two
 
 OUTPUT_DIR = "runs/plan"
 MODEL_FLAG = "--model"
@@ -65,7 +66,7 @@ def add_world_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
-    """How one run is laid out; whatever is absent is settled as the trainer settles it."""
+    """Add the flags of how one run is laid out; whatever is absent is settled as the trainer settles it."""
     add = parser.add_argument
     add("--tp", type=at_least_one, help="ranks of a group (N); as many as the model allows in a node if absent")
     add("--ep", type=at_least_one, help="shares of whole experts in a group")
@@ -79,7 +80,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def node_size(flags: argparse.Namespace, *, usual: int = USUAL_PER_NODE, name: str = "a GPU server") -> int:
-    """Devices of a node, all where they fill none; ValueError where some would be left for another.
+    """Return the devices of a node, all where they fill none; ValueError where some would be left for another.
 
     `usual` is taken where the flag is absent, and `name` says of what it is the usual number.
     """
@@ -96,7 +97,7 @@ def node_size(flags: argparse.Namespace, *, usual: int = USUAL_PER_NODE, name: s
 
 
 def read_moe_model(arguments: Arguments, *, flags: argparse.Namespace) -> dict[str, Any]:
-    """The model's configuration; ValueError where there is none, or no layer of it has experts."""
+    """Return the model's configuration; ValueError where there is none, or no layer of it has experts."""
     model = read_model(arguments, flag=CONFIG_FLAG if flags.model is None else MODEL_FLAG).kwargs
     if not sizes_of(model).num_moe_layers:
         name = arguments.config_name or arguments.model_name_or_path
@@ -107,7 +108,7 @@ def read_moe_model(arguments: Arguments, *, flags: argparse.Namespace) -> dict[s
 
 
 def run_words(flags: argparse.Namespace) -> Iterator[str]:
-    """The model's flags as those of a run."""
+    """Yield the model's flags as those of a run."""
     if flags.model is not None:
         yield f"--config_name={flags.model}"
     if flags.config_overrides is not None:
@@ -119,7 +120,7 @@ def run_words(flags: argparse.Namespace) -> Iterator[str]:
 def read_job(
     flags: argparse.Namespace, *, device: str = "cuda", compute_capability: tuple[int, int] | None = (9, 0)
 ) -> JobSettings:
-    """The job of these flags, on devices of that kind; ValueError lists every rule of the trainer that it breaks."""
+    """Return the job of these flags on such devices; ValueError lists every rule of the trainer that it breaks."""
     precision = flags.precision or (None if flags.ds_config else DEFAULT_PRECISION[device])
     words = [*run_words(flags), f"--output_dir={OUTPUT_DIR}"]
     if flags.ds_config is not None:
@@ -139,7 +140,7 @@ def read_job(
     per_node = node_size(flags) if device == "cuda" else node_size(flags, usual=flags.gpus, name="a CPU")
     settings = resolve_config(
         arguments,
-        ds_config=_with_flags(load_ds_config(flags.ds_config), flags),
+        deepspeed_json=_with_flags(load_deepspeed_json(flags.ds_config), flags),
         ranks=WorldInfo(
             world_size=flags.gpus,
             local_world_size=per_node,
@@ -155,7 +156,7 @@ def read_job(
 
 
 def _with_flags(ds_config: Mapping[str, Any], flags: argparse.Namespace) -> dict[str, Any]:
-    """The JSON with what the flags say in place of what it says; a block that is none is left for the rules to name."""
+    """Return the JSON with the flags' values over its own; a block that is no object is left for the rules to name."""
     changed = dict(ds_config)
     for block, values in (
         ("parallel", {"tp": flags.tp, "ep": flags.ep, "strategy": flags.strategy}),
@@ -179,7 +180,7 @@ class PlanSettings(NamedTuple):
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """What is searched; what a run would settle is found by the search."""
+    """Add the flags of a search; what a run would settle itself is found by it."""
     add = parser.add_argument
     add(
         "--tokens_per_batch",
@@ -199,7 +200,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_plan_request(flags: argparse.Namespace, *, hardware: Hardware) -> PlanSettings:
-    """ValueError where the numbers do not fit each other, or the model breaks a rule in every layout."""
+    """Return what the flags ask for; ValueError where numbers clash, or the model breaks a rule in every layout."""
     arguments = parse_arguments([*run_words(flags), f"--output_dir={OUTPUT_DIR}"])
     model, notes = read_moe_model(arguments, flags=flags), []
     if flags.tokens_per_batch is None:
@@ -236,7 +237,7 @@ def read_plan_request(flags: argparse.Namespace, *, hardware: Hardware) -> PlanS
 
 
 def layout_words(text: str) -> dict[str, Any]:
-    """`tp=4,ep=4,strategy=gather_tokens` as a mapping; the last two may be left out."""
+    """Read `tp=4,ep=4,strategy=gather_tokens` as a mapping; the last two may be left out."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     keys = [key for key, _ in pairs]
     if "tp" not in keys or set(keys) - {"tp", "ep", "strategy"} or len(set(keys)) < len(keys):

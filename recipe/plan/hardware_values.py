@@ -1,6 +1,6 @@
 """What one rank can do and how ranks are joined, as numbers that each say where they are from.
 
-Two kinds: a GPU of the table (hardware_table.py), data sheets times stated efficiencies, or what `gather-moe probe`
+Two kinds: a GPU of the table (hardware.py), data sheets times stated efficiencies, or what `gather-moe probe`
 measured and wrote to a file (hardware_file.py).
 """
 
@@ -38,7 +38,7 @@ class Link:
     ops: Mapping[str, Fit] = field(default_factory=dict)
 
     def seconds(self, op: str, *, num_steps: float, sent_bytes: float) -> float:
-        """Of one collective, in which a rank sends `sent_bytes` in `num_steps` pieces."""
+        """Return the seconds of a collective in which a rank sends `sent_bytes` in `num_steps` pieces."""
         fit = self.ops.get(op)
         alpha_s, rate = (self.alpha_s, self.bytes_per_s) if fit is None else fit[:2]
         return alpha_s * num_steps + sent_bytes / rate
@@ -89,7 +89,7 @@ class Measured:
 
     products   "forward", "input_gradient", "weight_gradient" and "expert" (both products of an expert over its rows)
     attention  by length and size of a head
-    passes     work bound by memory (passes.py), seconds by the number of elements
+    passes     work bound by memory (rates.py), seconds by the number of elements
     """
 
     products: Mapping[str, tuple[ProductRate, ...]]

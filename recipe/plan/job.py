@@ -5,11 +5,11 @@ memory and time know nothing else.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from modeling.cost import MoeTraffic, choose_strategy
+from modeling import cost
 from modeling.execution import Execution
 from modeling.layout import ModelSizes, ParallelLayout
 from recipe.settings.model import sizes_of
@@ -20,7 +20,8 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """
+    """Everything about a step that costs bytes, memory or time.
+
     model             keyword arguments of the model's configuration, as `read_model` and the presets have them
     num_sequences     B, sequences of `block_size` (S) positions that a group works on at once
     accumulation      micro-batches per optimizer step
@@ -63,23 +64,43 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        """T, tokens of a group's micro-batch."""
+        """Tokens T of a group's micro-batch."""
         return self.num_sequences * self.block_size
 
     @property
     def tokens_per_rank(self) -> int:
-        """t, of a micro-batch."""
+        """Tokens t of a rank's micro-batch."""
         return self.num_tokens // self.layout.tp
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all groups and micro-batches."""
+        """Tokens of an optimizer step, over all groups and micro-batches."""
         return self.num_tokens * self.accumulation * self.layout.dp
 
     @property
     def element_bytes(self) -> int:
-        """Per number of an activation and of a weight that is computed with."""
+        """Bytes per number of an activation and of a weight that is computed with."""
         return ELEMENT_BYTES[self.precision]
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Pieces in which a rank's tokens are gathered, and their sums scattered."""
+        if self.layout.tp == 1:
+            return 1
+        tokens = self.tokens_per_rank
+        return cost.settle_num_chunks(
+            tokens,
+            sent_bytes=(self.layout.tp - 1) * tokens * self.sizes.hidden_size * self.element_bytes,
+            device=self.device,
+            overlap=self.wire.overlap,
+            wanted=self.wire.overlap_chunks,
+        )
+
+    @cached_property
+    def head_rows(self) -> int:
+        """Tokens whose logits are made at a time."""
+        width = -(-self.sizes.vocab_size // self.layout.tp)
+        return cost.head_rows(width, chunk_bytes=cost.HEAD_CHUNK_BYTES[self.device])
 
     @property
     def static_rows(self) -> bool:
@@ -91,31 +112,65 @@ class Job:
         """The strategy, with "auto" settled for this number of tokens as the layer itself settles it."""
         if self.strategy != "auto":
             return self.strategy
-        traffic = MoeTraffic(
+        even = replace(self.moe_traffic, rho=1.0, fp8_tokens=False, sum_bytes=None)
+        return cost.choose_strategy(even)
+
+    @cached_property
+    def group_strategy(self) -> str:
+        """The strategy that a group acts by: a rank alone exchanges nothing."""
+        return self.moe_strategy if self.layout.tp > 1 else "gather_tokens"
+
+    @property
+    def moe_traffic(self) -> cost.MoeTraffic:
+        """The formulas of what one layer's experts send."""
+        return cost.MoeTraffic(
             sizes=self.sizes,
             layout=self.layout,
             num_tokens=self.num_tokens,
             element_bytes=self.element_bytes,
+            rho=self.rho,
             regather=self.wire.regather,
+            fp8_tokens=self.wire.token_dtype != "auto",
+            sum_bytes=4 if self.wire.combine_dtype == "float32" else None,
         )
-        return choose_strategy(traffic)
+
+    @cached_property
+    def micro_batch_key(self) -> tuple[Any, ...]:
+        """What one micro-batch's memory and computing depend on, besides recomputation; ZeRO is no part of it."""
+        limits = (self.model.get("clip_qkv"), self.model.get("capacity_factor"))
+        run = (self.experts_backend, self.precision, self.device, self.attention_length, self.rho, self.num_chunks)
+        return (
+            self.sizes,
+            self.layout,
+            self.num_sequences,
+            self.block_size,
+            self.group_strategy,
+            self.wire,
+            run,
+            limits,
+        )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether blocks hold more than one document."""
+        return self.attention_length is not None and self.attention_length < self.block_size
 
 
 def job_of(settings: ResolvedConfig, *, model: Mapping[str, Any], recompute: bool, device: str) -> Job:
-    """What a run with these settings does in a step."""
+    """Return the step of a run with these settings."""
     return Job(
         model=model,
         layout=settings.layout,
         num_sequences=settings.num_sequences,
         block_size=settings.block_size,
         accumulation=settings.accumulation,
-        strategy=settings.parallel.execution.strategy,
-        wire=settings.parallel.execution,
-        experts_backend=settings.parallel.execution.experts_backend,
+        strategy=settings.execution.strategy,
+        wire=settings.execution,
+        experts_backend=settings.execution.experts_backend,
         zero=settings.engine["zero_optimization"],
         precision=settings.precision,
         recompute=recompute,
         device=device,
         clips_gradients=settings.optimizer.max_grad_norm > 0,
-        cuda_graph=settings.parallel.execution.cuda_graph,
+        cuda_graph=settings.execution.cuda_graph,
     )

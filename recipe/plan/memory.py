@@ -6,35 +6,37 @@ two layers of a kind memory changes by the same amount each time, so that one of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from modeling.layout import ModelSizes
-from recipe.plan.activations import attention_inputs, attention_kept, dense_kept, moe_kept
 from recipe.plan.job import Job
-from recipe.plan.memory_basis import attention_basis, experts_basis, zero_basis
-from recipe.plan.memory_rows import ASSUMED, MEASURED, READ, Block, Row, StepSizes, block_of, step_sizes
-from recipe.plan.parameters import RankParameters, rank_parameters
-from recipe.plan.transients import attention_transients, dense_transients, head_transients, moe_transients
-from recipe.plan.zero_memory import (
-    ZeroMemory,
-    arriving_rows,
-    backward_rows,
-    forward_rows,
-    lasting_rows,
-    reduce_rows,
-    sent_rows,
-    update_rows,
-    whole_rows,
-    zero_memory,
+from recipe.plan.memory_lines import (
+    Letters,
+    Line,
+    Lines,
+    attention_inputs,
+    attention_products,
+    attention_working,
+    dense_kept,
+    dense_working,
+    experts_kept,
+    experts_working,
+    head_working,
+    letters_of,
+    text_of,
+    total,
 )
+from recipe.plan.parameters import RankParameters, rank_parameters
+from recipe.plan.zero_memory import ZeroMemory, zero_memory
 
 # No measurement: a caching allocator rounds requests up and keeps segments that no later request fits, and products,
 # attention and collectives take workspace. How much depends on the order of sizes; a run of `sweep` tells.
 MARGIN = 0.08
-Blocks = Sequence[tuple[Block, int]]
 KINDS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "buffers")
+MEASURED = "measured: its moment's sum against the storages of real and of fake steps"
+READ = "read in the code"
+ASSUMED = "assumed"
 
 
 class MemoryPlan(NamedTuple):
@@ -52,7 +54,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """Of living tensors."""
+        """Bytes of living tensors."""
         return sum(getattr(self, kind) for kind in KINDS)
 
     @property
@@ -60,28 +62,143 @@ class MemoryPlan(NamedTuple):
         return self.peak_bytes + self.margin
 
 
+class Row(NamedTuple):
+    """A line of the plan for people; `basis` says where the formula is from, which is known of whole parts."""
+
+    what: str
+    kind: str
+    formula: str
+    num_bytes: float
+    basis: str
+
+
+class Part(NamedTuple):
+    """Lines that come and go together, so many times; `num_bytes` is the sum of them once."""
+
+    lines: Lines
+    num_bytes: float
+    basis: str
+    times: int = 1
+
+
 class Moment(NamedTuple):
-    """What is alive at some moment of a step: blocks of lines, each so many times."""
+    """What is alive at some moment of a step."""
 
     name: str
-    blocks: list[tuple[Block, int]]
-
-    @property
-    def num_bytes(self) -> float:
-        return sum(block.num_bytes * times for block, times in self.blocks)
+    parts: Sequence[Part]
+    num_bytes: float
 
     @property
     def rows(self) -> list[Row]:
         """The lines that are not zero."""
         return [
-            row._replace(num_bytes=row.num_bytes * times)
-            for block, times in self.blocks
-            for row in block.rows
-            if row.num_bytes and times
+            Row(what, kind, text_of(part.times * num_bytes), part.times * num_bytes, part.basis)
+            for part in self.parts
+            for what, kind, num_bytes in part.lines
+            if part.times * num_bytes
         ]
 
 
-class _Place(NamedTuple):
+def predict_memory(job: Job, *, margin: float = MARGIN) -> MemoryPlan:
+    """Predict the memory of one job; see `MemoryModel`."""
+    return MemoryModel(margin=margin).predict(job)
+
+
+class MemoryModel:
+    """The memory of many jobs; what does not depend on ZeRO's stage or recomputation is computed once."""
+
+    def __init__(self, *, margin: float = MARGIN) -> None:
+        """Take a margin, a share of the peak, for what an allocator cannot use and for kernels' workspace."""
+        self._margin = margin
+        self._parts: dict[tuple[Any, ...], ModelParts] = {}
+
+    def predict(self, job: Job) -> MemoryPlan:
+        key = job.micro_batch_key
+        if key not in self._parts:
+            self._parts[key] = model_parts(job, letters_of(job))
+        fullest = max(_moments(job, self._parts[key]), key=lambda moment: moment.num_bytes)
+        sums = dict.fromkeys(KINDS, 0.0)
+        for part in fullest.parts:
+            for _, kind, num_bytes in part.lines:
+                sums[kind] += part.times * num_bytes
+        whole = {kind: int(value) for kind, value in sums.items()}
+        return MemoryPlan(**whole, margin=int(self._margin * sum(whole.values())), moment=fullest.name)
+
+
+def explain_memory(job: Job, *, margin: float = MARGIN) -> list[Row]:
+    """Return the lines whose sum is the plan, at its fullest moment, with their formulas, and the margin."""
+    named = _moments(job, model_parts(job, letters_of(job).named()))
+    fullest = max(named, key=lambda moment: moment.num_bytes)
+    spare = Row("for fragmentation", "margin", f"{margin:g} of the rest", margin * fullest.num_bytes, ASSUMED)
+    return [*fullest.rows, spare]
+
+
+def moments(job: Job) -> list[Moment]:
+    """Return the moments of which one is the fullest."""
+    return _moments(job, model_parts(job, letters_of(job)))
+
+
+def _moments(job: Job, parts: "ModelParts") -> list[Moment]:
+    step = _Step(job, parts)
+    zero = step.zero
+    found = [step.loss(), step.moment("reduction", zero.reduction()), step.moment("update", zero.update())]
+    first = zero.arriving("embedding", "block 0", is_backward=False)
+    if first:
+        found.append(step.moment("first fetch", first))
+    for layer in _ends(job.sizes):
+        found += step.backward(layer)
+    filled = _where_filled(job.sizes, zero, step.held)
+    if filled is not None:
+        found.append(step.first_reduction(filled))
+    return found
+
+
+class ModelParts(NamedTuple):
+    """Parts of a step's moments that the model takes.
+
+    inputs   what one layer's attention keeps longest, and with it `products`; the input alone where recomputed
+    experts, dense                  what a forward keeps of these halves of a layer
+    attention_working and the like  what the backward of each adds
+    """
+
+    s: Letters
+    layer_input: Part
+    inputs: Part
+    products: Part
+    experts: Part
+    dense: Part
+    attention_working: Part
+    experts_working: Part
+    dense_working: Part
+    head_working: Part
+    copies: Part
+
+
+def model_parts(job: Job, s: Letters) -> ModelParts:
+    """Evaluate the lines of a micro-batch: on plain letters to numbers, on named ones to formulas as well."""
+    wire = job.wire
+    # Kernels for packed documents, a backend for GPUs alone, types that change on the way and a limit to the rows were
+    # not in the steps that were measured.
+    attention = READ if job.is_packed and job.device == "cuda" else MEASURED
+    changed = wire.token_dtype != "auto" or wire.combine_dtype != "auto" or wire.resident_experts
+    limited = job.model.get("capacity_factor") is not None
+    experts = READ if changed or limited or job.experts_backend == "triton" else MEASURED
+    return ModelParts(
+        s=s,
+        layer_input=_part([Line("layers' inputs", "activations", s.t * s.D * s.b)], basis=MEASURED),
+        inputs=_part(attention_inputs(s), basis=attention),
+        products=_part(attention_products(s), basis=attention),
+        experts=_part(experts_kept(s), basis=experts),
+        dense=_part(dense_kept(s), basis=MEASURED),
+        attention_working=_part(attention_working(s), basis=attention),
+        experts_working=_part(experts_working(s), basis=experts),
+        dense_working=_part(dense_working(s), basis=MEASURED),
+        head_working=_part(head_working(s), basis=MEASURED),
+        copies=_part(_copies(job, s), basis=READ),
+    )
+
+
+class _Layer(NamedTuple):
     """A layer, and how many of each kind there are up to it, itself included."""
 
     is_dense: bool
@@ -98,186 +215,117 @@ class _Place(NamedTuple):
         return f"block {self.number - 1}"
 
 
-def predict_memory(job: Job, *, margin: float = MARGIN) -> MemoryPlan:
-    """`margin`, a share of the peak, is for what an allocator reserves and cannot use, and for kernels' workspace."""
-    fullest = max(moments(job), key=lambda moment: moment.num_bytes)
-    sums = dict.fromkeys(KINDS, 0.0)
-    for block, times in fullest.blocks:
-        for row in block.rows:
-            sums[row.kind] += row.num_bytes * times
-    whole = {kind: int(value) for kind, value in sums.items()}
-    return MemoryPlan(**whole, margin=int(margin * sum(whole.values())), moment=fullest.name)
-
-
-def explain_memory(job: Job, *, margin: float = MARGIN) -> list[Row]:
-    """The lines whose sum is the plan, at its fullest moment, and the margin."""
-    fullest = max(moments(job), key=lambda moment: moment.num_bytes)
-    spare = Row("for fragmentation", "margin", f"{margin:g} of the rest", margin * fullest.num_bytes, ASSUMED)
-    return [*fullest.rows, spare]
-
-
-def moments(job: Job) -> list[Moment]:
-    """Those of which one is the fullest."""
-    step = _step(job)
-    z = step.zero
-    found = [step.loss(), step.moment("reduction", reduce_rows(z)), step.moment("update", update_rows(z))]
-    found.append(step.moment("first fetch", arriving_rows(z, "embedding", "block 0", is_backward=False)))
-    for place in _ends(job.sizes):
-        found += step.backward(place)
-    filled = _where_filled(job.sizes, step)
-    if filled is not None:
-        found.append(step.first_reduction(filled))
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What all moments share.
+    """Puts a step's moments together from parts."""
 
-    basis     of what ZeRO takes
-    lasting   what stays from step to step
-    inputs    of one layer's attention, the part of `kept` that stays longest
-    kept      what a forward leaves of one layer's attention, experts, dense half
-    working   what the backward of each adds
-    numbers   of the parameters of a layer with experts, of a dense one
-    """
+    def __init__(self, job: Job, parts: ModelParts) -> None:
+        self.held = rank_parameters(job.sizes, job.layout)
+        self.zero, self._parts, self._recompute = zero_memory(job, parts.s), parts, job.recompute
+        # Buckets beside the backward were not in the steps that were measured.
+        self._basis = READ if job.zero.get("overlap_comm") else MEASURED
+        self._lasting = [_part(self.zero.lasting(), basis=self._basis), parts.copies]
+        self._numbers = (self.held.layer(is_dense=False), self.held.layer(is_dense=True))
+        self._last = _ends(job.sizes)[-1]
 
-    s: StepSizes
-    zero: ZeroMemory
-    held: RankParameters
-    recompute: bool
-    basis: str
-    lasting: tuple[Block, ...]
-    inputs: Block
-    kept: tuple[Block, Block, Block]
-    working: tuple[Block, Block, Block]
-    numbers: tuple[int, int]
-    last: _Place
-
-    def moment(self, name: str, rows: list[Row], left: Blocks = ()) -> Moment:
-        """With `rows` of what ZeRO takes."""
-        lasting = [(block, 1) for block in self.lasting]
-        return Moment(name, [*lasting, (block_of(rows, basis=self.basis), 1), *left])
+    def moment(self, name: str, zero: Lines, *others: Part) -> Moment:
+        """Return the moment with these lines of ZeRO's, beside what lasts and other parts."""
+        parts = [*self._lasting, _part(zero, basis=self._basis), *others]
+        return Moment(name, parts, sum(part.times * part.num_bytes for part in parts))
 
     def loss(self) -> Moment:
-        """All layers are behind, and none of the gradients made."""
-        z, held = self.zero, self.held
-        rows = [*forward_rows(z), *whole_rows(z, "head", is_backward=False)]
-        head = block_of(head_transients(self.s, held), basis=MEASURED)
-        return self.moment("loss", rows, [*self._behind(self.last), (head, 1)])
+        """Return the moment when all layers have run forward, and no gradient has been made."""
+        lines = [*self.zero.forward(), *self.zero.whole("head", is_backward=False)]
+        return self.moment("loss", lines, *self._kept_up_to(self._last), self._parts.head_working)
 
-    def backward(self, place: _Place) -> list[Moment]:
-        """A layer's feed-forward half, its attention, and where ZeRO-3 fetches its weights."""
-        z, held = self.zero, self.held
-        layer, below = self.numbers[place.is_dense], self._below(place)
-        done, name = z.total - below, f"backward of layer {place.number}, "
-        fetched = whole_rows(z, place.module, is_backward=True)
-        made = [*fetched, *backward_rows(z, done=done)]
-        half, kind = (self.working[2], "dense") if place.is_dense else (self.working[1], "experts")
-        found = [self.moment(name + kind, made, [*self._at_work(place, with_feed=True), (half, 1)])]
-        made = [*fetched, *backward_rows(z, done=done + layer - held.attention - held.norms)]
-        # What this layer's attention works with has in it all that is still there, but for the inputs.
-        left = [*self._at_work(place, with_feed=False, with_attention=False), (self.inputs, 1), (self.working[0], 1)]
-        found.append(self.moment(name + "attention", made, left))
-        arriving = arriving_rows(z, place.module, is_backward=True)
+    def backward(self, layer: _Layer) -> list[Moment]:
+        """Return the moments of a layer's feed-forward half, its attention, and where ZeRO-3 fetches its weights."""
+        zero, name = self.zero, f"backward of layer {layer.number}, "
+        numbers = self._numbers[layer.is_dense]
+        done = self.zero.s.P - self._below(layer)
+        fetched = zero.whole(layer.module, is_backward=True)
+        kind, half = ("experts", self._parts.experts_working)
+        if layer.is_dense:
+            kind, half = "dense", self._parts.dense_working
+        kept = self._at_work(layer)
+        found = [self.moment(name + kind, [*fetched, *zero.backward(done=done)], *kept, half)]
+        done_below = done + numbers - self.held.attention - self.held.norms
+        # What attention works with holds all of this layer that is still there, but for the inputs.
+        left = [*self._at_work(layer, only_inputs=True), self._parts.attention_working]
+        found.append(self.moment(name + "attention", [*fetched, *zero.backward(done=done_below)], *left))
+        arriving = zero.arriving(layer.module, is_backward=True)
         if arriving:
-            rows = [*arriving, *backward_rows(z, done=done)]
-            found.append(self.moment(name + "fetch", rows, self._behind(place)))
+            lines = [*arriving, *zero.backward(done=done)]
+            found.append(self.moment(name + "fetch", lines, *self._kept_up_to(layer)))
         return found
 
-    def first_reduction(self, place: _Place) -> Moment:
-        """A bucket fills up in the midst of the backward: this layer's feed-forward half has gone through."""
-        z, layer, below = self.zero, self.numbers[place.is_dense], self._below(place)
-        own = Row("gradients of the layer", "gradients", "b P of a layer", z.b * (layer - self.held.attention))
-        made = backward_rows(z, done=z.total - below)
-        rows = [*whole_rows(z, place.module, is_backward=True), *made, own, *sent_rows(z)]
-        return self.moment(f"first reduction, layer {place.number}", rows, self._at_work(place, with_feed=False))
+    def first_reduction(self, layer: _Layer) -> Moment:
+        """Return the moment when a bucket fills up in the backward, after this layer's feed-forward half."""
+        zero, numbers = self.zero, self._numbers[layer.is_dense]
+        own = Line("gradients of the layer", "gradients", zero.s.b * (numbers - self.held.attention))
+        made = zero.backward(done=zero.s.P - self._below(layer))
+        lines = [*zero.whole(layer.module, is_backward=True), *made, own, *zero.sent()]
+        left = [*self._at_work(layer, only_inputs=True), self._parts.products]
+        return self.moment(f"first reduction, layer {layer.number}", lines, *left)
 
-    def _below(self, place: _Place) -> int:
-        """Numbers of parameters whose gradients are still to come when this layer's turn is."""
-        moe, dense = self.numbers
-        return place.num_moe * moe + place.num_dense * dense + self.held.embedding
+    def _below(self, layer: _Layer) -> int:
+        """Return the numbers of parameters whose gradients are still to come when this layer's turn is."""
+        moe, dense = self._numbers
+        return layer.num_moe * moe + layer.num_dense * dense + self.held.embedding
 
-    def _behind(self, place: _Place) -> Blocks:
-        """What all layers up to this one have left."""
-        if self.recompute:
-            return self._inputs(place.number)
-        return self._left(place.number, place.num_moe, place.num_dense)
+    def _kept_up_to(self, layer: _Layer) -> list[Part]:
+        """Return what all layers up to this one have left."""
+        if self._recompute:
+            return [self._parts.layer_input._replace(times=layer.number)]
+        return self._left(layer.number, layer.num_moe, layer.num_dense)
 
-    def _at_work(self, place: _Place, *, with_feed: bool, with_attention: bool = True) -> Blocks:
-        """The same in this layer's backward, with its feed-forward half and its attention, or without."""
-        if self.recompute:
-            own = self._left(with_attention, with_feed and not place.is_dense, with_feed and place.is_dense)
-            return [*self._inputs(place.number - 1), *own]
-        num_moe = place.num_moe - (not with_feed and not place.is_dense)
-        num_dense = place.num_dense - (not with_feed and place.is_dense)
-        return self._left(place.number - (not with_attention), num_moe, num_dense)
+    def _at_work(self, layer: _Layer, *, only_inputs: bool = False) -> list[Part]:
+        """Return the same in this layer's backward: with all that it kept, or with attention's inputs alone."""
+        if not self._recompute and not only_inputs:
+            return self._kept_up_to(layer)
+        below = _Layer(layer.is_dense, layer.num_moe - (not layer.is_dense), layer.num_dense - layer.is_dense)
+        own = [self._parts.inputs] if only_inputs else self._left(1, int(not layer.is_dense), int(layer.is_dense))
+        return [*self._kept_up_to(below), *own]
 
-    def _inputs(self, number: int) -> Blocks:
-        row = Row("layers' inputs", "activations", "t D b", self.s.t * self.s.D * self.s.b)
-        return [(block_of([row], basis=MEASURED), number)]
-
-    def _left(self, *numbers: int) -> Blocks:
-        return list(zip(self.kept, numbers, strict=True))
+    def _left(self, layers: int, moe: int, dense: int) -> list[Part]:
+        found = self._parts
+        counts = ((found.inputs, layers), (found.products, layers), (found.experts, moe), (found.dense, dense))
+        return [part if times == 1 else part._replace(times=times) for part, times in counts if times]
 
 
-def _step(job: Job) -> _Step:
-    held = rank_parameters(job.sizes, job.layout)
-    s, z = step_sizes(job), zero_memory(job, held)
-    attention, experts, zero = attention_basis(job), experts_basis(job), zero_basis(job)
-    return _Step(
-        s=s,
-        zero=z,
-        held=held,
-        recompute=job.recompute,
-        basis=zero,
-        lasting=(block_of(lasting_rows(z), basis=zero), block_of(_copies(job, held), basis=READ)),
-        inputs=block_of(attention_inputs(s), basis=attention),
-        kept=(
-            block_of(attention_kept(s), basis=attention),
-            block_of(moe_kept(s), basis=experts),
-            block_of(dense_kept(s), basis=MEASURED),
-        ),
-        working=(
-            block_of(attention_transients(s, held), basis=attention),
-            block_of(moe_transients(s, held), basis=experts),
-            block_of(dense_transients(s, held), basis=MEASURED),
-        ),
-        numbers=(held.layer(is_dense=False), held.layer(is_dense=True)),
-        last=_ends(job.sizes)[-1],
-    )
+def _part(lines: Lines, *, basis: str) -> Part:
+    return Part(lines, total(lines), basis)
 
 
-def _copies(job: Job, held: RankParameters) -> list[Row]:
-    """Slots for other ranks' experts, and one layer's gradients of them; a grouped product also joins them."""
+def _copies(job: Job, s: Letters) -> Lines:
+    """Return slots for other ranks' experts and one layer's gradients of them; a grouped product also joins them."""
     number = job.wire.resident_experts
     if not number or not job.sizes.num_moe_layers:
         return []
-    one = held.experts * job.layout.ep / job.sizes.num_experts * job.element_bytes
-    joined = held.experts * job.element_bytes + number * one if job.static_rows else 0
-    num = (job.sizes.num_moe_layers + 1) * number * one + joined
-    return [Row("copies of experts", "buffers", "(L + 1) C 3 f D b", num)]
+    one = s.P_experts * job.layout.ep / s.E * s.b
+    lines = [Line("copies of experts", "buffers", number * (s.L + 1) * one)]
+    if s.static:
+        lines.append(Line("experts and copies joined", "buffers", s.P_experts * s.b + number * one))
+    return lines
 
 
 @lru_cache(maxsize=256)
-def _ends(sizes: ModelSizes) -> tuple[_Place, ...]:
-    """The first and the last layer of each kind."""
+def _ends(sizes: ModelSizes) -> tuple[_Layer, ...]:
+    """Return the first and the last layer of each kind."""
     kinds = ([i for i in range(sizes.num_hidden_layers) if (i in sizes.dense_layers) is kind] for kind in (False, True))
     ends = sorted({i for layers in kinds for i in (layers[:1] + layers[-1:])})
-    return tuple(_place(sizes, i) for i in ends)
+    return tuple(_layer(sizes, i) for i in ends)
 
 
-@lru_cache(maxsize=4096)
-def _place(sizes: ModelSizes, index: int) -> _Place:
+def _layer(sizes: ModelSizes, index: int) -> _Layer:
     num_dense = sum(layer <= index for layer in sizes.dense_layers)
-    return _Place(index in sizes.dense_layers, index + 1 - num_dense, num_dense)
+    return _Layer(index in sizes.dense_layers, index + 1 - num_dense, num_dense)
 
 
-def _where_filled(sizes: ModelSizes, step: _Step) -> _Place | None:
-    """About where the first bucket fills in the backward; None where it does only at the end, or gradients wait."""
-    z, num_layers = step.zero, sizes.num_hidden_layers
-    if z.stage < 2 or z.filled == z.total:
+def _where_filled(sizes: ModelSizes, zero: ZeroMemory, held: RankParameters) -> _Layer | None:
+    """Return about where the first bucket fills in the backward; None where only at the end, or gradients wait."""
+    if zero.stage < 2 or zero.filled == zero.s.P:
         return None
-    mean = (z.total - step.held.embedding - step.held.head) / num_layers
-    behind = int((z.bucket - step.held.head) / mean)
-    return _place(sizes, num_layers - 1 - min(max(behind, 0), num_layers - 1))
+    layers = sizes.num_hidden_layers
+    mean = (float(zero.s.P) - held.embedding - held.head) / layers
+    passed = int((float(zero.bucket) - held.head) / mean)
+    return _layer(sizes, layers - 1 - min(max(passed, 0), layers - 1))

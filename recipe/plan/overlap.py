@@ -1,163 +1,315 @@
-"""Which share of a group's transfers is waited for: a layer's order of products and transfers, played through.
+"""Which transfers cost nothing, because the rank computes meanwhile.
 
-Chunks are sent and waited for as modeling/linear.py, moe.py and experts.py do it.
+The group's: a layer's order of products and transfers, chunk by chunk as modeling/ sends and waits for them, is played
+through on a rank's computing and its link side by side. So is ZeRO's, module by module as DeepSpeed 0.19.8 sends it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from recipe.plan.compute_time import Both
 from recipe.plan.job import Job
-from recipe.plan.lanes import Lanes
-from recipe.plan.model_traffic import num_chunks
+from recipe.plan.parameters import BLOCK_OUTPUTS, Module, held_modules
+from recipe.plan.traffic import SUM_BYTES, weights_of
+from recipe.plan.zero3 import Step, Thresholds, zero_number
+
+# Seconds of one transfer by purpose and op; what is not there takes none.
+Calls = Mapping[tuple[str, str], float]
+
+
+class Lanes:
+    """Time passes by `work`; transfers queue on the link, and each keeps the rank busy for a share of its time."""
+
+    def __init__(self, *, busy: float) -> None:
+        self._busy = busy
+        self._now_s = self._link_free_s = 0.0
+        self.sent_s = 0.0  # of all transfers, as if each were alone
+        self.exposed_s = 0.0  # of that, what was waited for or kept the rank busy
+
+    def work(self, seconds: float) -> None:
+        self._now_s += seconds
+
+    def send(self, seconds: float) -> float:
+        """Start a transfer; return when it will have arrived, for `wait`."""
+        host_s = self._busy * seconds
+        self._now_s += host_s
+        starts_s = self._now_s if self._now_s > self._link_free_s else self._link_free_s
+        self._link_free_s = starts_s + seconds - host_s
+        self.sent_s += seconds
+        self.exposed_s += host_s
+        return self._link_free_s
+
+    def wait(self, arrival_s: float) -> None:
+        if arrival_s > self._now_s:
+            self.exposed_s += arrival_s - self._now_s
+            self._now_s = arrival_s
 
 
 class LayerTimes(NamedTuple):
-    """Computing of a layer with experts, and of a dense one; `head` is that of the whole model."""
+    """Computing of a layer with experts, and of a dense one; `head` and `other` are those of the whole model."""
 
     attention: Both
     router: Both
     experts: Both
     dense: Both
     head: Both
+    other: Both
 
 
-# Seconds of one transfer by purpose and op; what is not there takes none.
-Calls = Mapping[tuple[str, str], float]
+def exposed_shares(job: Job, *, layer: LayerTimes, calls: Calls, busy: float) -> dict[str, float]:
+    """Return the shares of the seconds of gathers, scatters and exchanges that are waited for, by purpose.
 
-
-class ExposedShares(NamedTuple):
-    """Of the seconds of transfers by what they are for, between 0 and 1; `experts` with the routing."""
-
-    attention: float
-    experts: float
-    dense: float
-    head: float
-
-
-def exposed_shares(job: Job, *, layer: LayerTimes, calls: Calls, busy: float) -> ExposedShares:
-    """1 where nothing overlaps. At the end of each part all has arrived, so that parts do not meet."""
+    Each purpose is played through alone, and all has arrived at its end; what is not in the result is waited for.
+    """
     if not job.wire.overlap or job.layout.tp == 1:
-        return ExposedShares(1.0, 1.0, 1.0, 1.0)
-    forwards = 2 if job.recompute else 1
-    attention, experts, dense, head = (Lanes(busy=busy) for _ in range(4))
-    for _ in range(forwards):
-        _products_forward(attention, job, layer.attention, calls, purpose="attention")
-    _products_backward(attention, job, layer.attention, calls, purpose="attention")
-    if job.sizes.num_moe_layers:
+        return {}
+    sizes, forwards = job.sizes, 2 if job.recompute else 1
+    shares = {}
+    halves = {"attention": layer.attention, **({"dense": layer.dense} if sizes.dense_layers else {})}
+    for purpose, half in halves.items():
+        play = _Play(job, calls, purpose=purpose, busy=busy)
         for _ in range(forwards):
-            _experts_forward(experts, job, layer, calls)
-        _experts_backward(experts, job, layer, calls)
-    if job.sizes.dense_layers:
+            play.products_forward(half)
+        play.products_backward(half)
+        shares[purpose] = play.exposed_share
+    if sizes.num_moe_layers:
+        play = _Play(job, calls, purpose="experts", busy=busy)
         for _ in range(forwards):
-            _products_forward(dense, job, layer.dense, calls, purpose="dense")
-        _products_backward(dense, job, layer.dense, calls, purpose="dense")
-    _through(head, job, calls, purpose="head", work_s=layer.head.forward.sums)
-    return ExposedShares(*(_share(lanes) for lanes in (attention, experts, dense, head)))
+            play.experts_forward(layer)
+        play.experts_backward(layer)
+        shares["experts"] = shares["routing"] = play.exposed_share
+    play = _Play(job, calls, purpose="head", busy=busy)
+    play.wait_all(play.scatter(layer.head.forward.sums, arrivals=play.gather(job.num_chunks)))
+    shares["head"] = play.exposed_share
+    return shares
 
 
-def _share(lanes: Lanes) -> float:
-    return lanes.exposed_s / lanes.sent_s if lanes.sent_s else 1.0
+class _Play(Lanes):
+    """One part of a layer, forward and backward, on a rank and its link."""
 
+    def __init__(self, job: Job, calls: Calls, *, purpose: str, busy: float) -> None:
+        super().__init__(busy=busy)
+        self._chunks, self._regather, self._strategy = job.num_chunks, job.wire.regather, job.moe_strategy
+        ops = ("all_gather", "reduce_scatter", "all_to_all")
+        self._gather_s, self._scatter_s, self._exchange_s = (calls.get((purpose, op), 0.0) for op in ops)
+        self._routing_s = {op: calls.get(("routing", op), 0.0) for op in ops[:2]}
 
-def _through(lanes: Lanes, job: Job, calls: Calls, *, purpose: str, work_s: float) -> None:
-    """Chunks arrive, are worked on, and their sums leave; all of these have arrived in the end."""
-    chunks = num_chunks(job)
-    arrivals = _gather(lanes, calls, purpose=purpose, num=chunks)
-    for arrival in _scatter(lanes, calls, purpose=purpose, work_s=work_s, arrivals=arrivals):
-        lanes.wait(arrival)
+    @property
+    def exposed_share(self) -> float:
+        return self.exposed_s / self.sent_s if self.sent_s else 1.0
 
+    def wait_all(self, arrivals: Sequence[float]) -> None:
+        self.wait(max(arrivals, default=0.0))
 
-def _gather(lanes: Lanes, calls: Calls, *, purpose: str, num: int) -> list[float]:
-    return [lanes.send(calls.get((purpose, "all_gather"), 0.0)) for _ in range(num)]
+    def gather(self, num: int) -> list[float]:
+        """Start gathers; return when each will have arrived."""
+        return [self.send(self._gather_s) for _ in range(num)]
 
+    def work_on(self, arrivals: list[float], seconds: float) -> None:
+        """Compute on chunks as they arrive."""
+        for arrival in arrivals:
+            self.wait(arrival)
+            self.work(seconds / len(arrivals))
 
-def _work(lanes: Lanes, *, arrivals: list[float], work_s: float) -> None:
-    for arrival in arrivals:
-        lanes.wait(arrival)
-        lanes.work(work_s / len(arrivals))
+    def scatter(self, seconds: float, *, arrivals: list[float]) -> list[float]:
+        """Compute on chunks as they arrive and start the scatter of each one's sums."""
+        sums = []
+        for arrival in arrivals:
+            self.wait(arrival)
+            self.work(seconds / len(arrivals))
+            sums.append(self.send(self._scatter_s))
+        return sums
 
+    def products_forward(self, part: Both) -> None:
+        """Run attention or a dense layer: products on gathered tokens, and products whose sums are scattered."""
+        times = part.forward
+        self.work(times.before)
+        self.work_on(self.gather(self._chunks), times.chunked)
+        self.work(times.between)
+        self.wait_all(self.scatter(times.sums, arrivals=[0.0] * self._chunks))
+        self.work(times.after)
 
-def _scatter(lanes: Lanes, calls: Calls, *, purpose: str, work_s: float, arrivals: list[float]) -> list[float]:
-    sums = []
-    for arrival in arrivals:
-        lanes.wait(arrival)
-        lanes.work(work_s / len(arrivals))
-        sums.append(lanes.send(calls.get((purpose, "reduce_scatter"), 0.0)))
-    return sums
+    def products_backward(self, part: Both) -> None:
+        times = part.backward
+        self.work_on(self.gather(self._chunks), times.chunked)
+        self.work(times.between)
+        tokens = self.gather(self._chunks if self._regather else 0)
+        sums = self.scatter(times.sums, arrivals=[0.0] * self._chunks)
+        self.wait_all(tokens)
+        self.work(times.weights)
+        self.wait_all(sums)
+        self.work(times.after)
 
-
-def _products_forward(lanes: Lanes, job: Job, part: Both, calls: Calls, *, purpose: str) -> None:
-    """Attention or a dense layer: products on gathered tokens, and products whose sums are scattered."""
-    times, chunks = part.forward, num_chunks(job)
-    lanes.work(times.before)
-    _work(lanes, arrivals=_gather(lanes, calls, purpose=purpose, num=chunks), work_s=times.chunked)
-    lanes.work(times.between)
-    for arrival in _scatter(lanes, calls, purpose=purpose, work_s=times.sums, arrivals=[0.0] * chunks):
-        lanes.wait(arrival)
-    lanes.work(times.after)
-
-
-def _products_backward(lanes: Lanes, job: Job, part: Both, calls: Calls, *, purpose: str) -> None:
-    times, chunks = part.backward, num_chunks(job)
-    _work(lanes, arrivals=_gather(lanes, calls, purpose=purpose, num=chunks), work_s=times.chunked)
-    lanes.work(times.between)
-    tokens = _gather(lanes, calls, purpose=purpose, num=chunks if job.wire.regather else 0)
-    sums = _scatter(lanes, calls, purpose=purpose, work_s=times.sums, arrivals=[0.0] * chunks)
-    for arrival in tokens:
-        lanes.wait(arrival)
-    lanes.work(times.weights)
-    for arrival in sums:
-        lanes.wait(arrival)
-    lanes.work(times.after)
-
-
-def _experts_forward(lanes: Lanes, job: Job, layer: LayerTimes, calls: Calls) -> None:
-    times, routing_s = layer.experts.forward, calls.get(("routing", "all_gather"), 0.0)
-    lanes.work(times.before)
-    if job.moe_strategy != "gather_tokens":
+    def experts_forward(self, layer: LayerTimes) -> None:
+        times, router_s = layer.experts.forward, layer.router.forward.total
+        self.work(times.before)
+        if self._strategy == "gather_tokens":
+            arrivals = self.gather(1)
+            self.work(router_s)
+            routing = self.send(self._routing_s["all_gather"])
+            arrivals += self.gather(self._chunks - 1)
+            self.wait(routing)
+            self.wait_all(self.scatter(times.sums, arrivals=arrivals))
+            self.work(times.after)
+            return
         # Borrowed weights travel while the router works; exchanged rows are waited for.
-        borrowed = _gather(lanes, calls, purpose="experts", num=2 if job.moe_strategy == "gather_weights" else 0)
-        lanes.work(layer.router.forward.total)
-        for arrival in borrowed or _exchange(lanes, calls, num=2):
-            lanes.wait(arrival)
-        lanes.work(times.sums + times.after)
+        borrowed = self._borrow()
+        self.work(router_s)
+        self.wait_all(borrowed or self._exchange())
+        self.work(times.sums + times.after)
+
+    def experts_backward(self, layer: LayerTimes) -> None:
+        times, router_s = layer.experts.backward, layer.router.backward.total
+        if self._strategy == "gather_tokens":
+            arrivals = self.gather(self._chunks)
+            tokens = self.gather(self._chunks if self._regather else 0)
+            sums = self.scatter(times.sums, arrivals=arrivals)
+            sums.append(self.send(self._routing_s["reduce_scatter"]))
+            self.wait_all(tokens)
+            self.work(times.weights)
+        else:
+            borrowed = self._borrow()
+            self.wait_all(borrowed or self._exchange())
+            self.work(times.sums + times.weights)
+            sums = [self.send(self._scatter_s) for _ in borrowed]
+        self.wait_all(sums)
+        self.work(times.after + router_s)
+
+    def _borrow(self) -> list[float]:
+        """Gather an expert's two tensors of weights from the other ranks."""
+        return self.gather(2 if self._strategy == "gather_weights" else 0)
+
+    def _exchange(self) -> list[float]:
+        return [self.send(self._exchange_s) for _ in range(2)]
+
+
+# Buckets of gradients that may be under way while another is filled, by ZeRO stage.
+UNDER_WAY = {1: 1, 2: 1, 3: 2}
+
+
+def hidden_seconds(job: Job, *, layer: LayerTimes, busy: float, call_s: Callable[[str, float], float]) -> float:
+    """Return the seconds of a step's transfers over dp that no rank waits for.
+
+    A micro-batch is played through module by module. Weights of stage 3 are ahead by "stage3_prefetch_bucket_size"
+    numbers, which is less than most blocks with experts have, so that the rest of each block is waited for. Gradients
+    travel beside the backward, bucket by bucket; those of stage 1 in the last micro-batch only.
+
+    call_s  seconds of a collective over dp, by its kind and the bytes of the whole
+    """
+    if not overlaps(job):
+        return 0.0
+    play = _ZeroPlay(job, layer, busy=busy, call_s=call_s)
+    if job.zero_stage == 3:
+        play.sharded(weights_of(job).steps)
+    else:
+        play.summed(held_modules(job.sizes, job.layout))
+    return (1 if job.zero_stage == 1 else job.accumulation) * (play.sent_s - play.exposed_s)
+
+
+class _ZeroPlay(Lanes):
+    """One micro-batch of one job on a rank and its link to other groups."""
+
+    def __init__(self, job: Job, layer: LayerTimes, *, busy: float, call_s: Callable[[str, float], float]) -> None:
+        super().__init__(busy=busy)
+        self._stage, self._dp, self._element_bytes = job.zero_stage, job.layout.dp, job.element_bytes
+        self._bucket, self._filled = zero_number(job.zero, "reduce_bucket_size"), 0
+        self._call_s = cache(call_s)
+        self._op = "reduce_scatter" if self._stage == 3 else "all_reduce"
+        self._sums = [0.0] * UNDER_WAY[self._stage]  # when each bucket has arrived
+        self._seconds = _module_seconds(layer, recompute=job.recompute)
+        self._scattered = {
+            _kind(module): [-(-number // self._dp) * self._dp for number in module.parameters.values()]
+            for module in held_modules(job.sizes, job.layout)
+        }
+
+    def summed(self, modules: Sequence[Module]) -> None:
+        """Compute all modules, and sum their gradients in the backward."""
+        self.work(sum(self._seconds[_kind(module)][0] for module in modules))
+        for module in reversed(modules):
+            self.work(self._seconds[_kind(module)][1])
+            self._add_up(module.parameters.values())
+        self._end()
+
+    def sharded(self, steps: Sequence[Step]) -> None:
+        """Gather the weights of each module, compute it, and in the backward sum its gradients."""
+        ahead: list[float] = []
+        for step in steps:
+            if step.missing:
+                self.wait(self.send(self._call_s("all_gather", self._element_bytes * step.missing)))
+            if step.waits_for:
+                self.wait(ahead[step.waits_for - 1])
+            if step.ahead:
+                ahead.append(self.send(self._call_s("all_gather", self._element_bytes * step.ahead)))
+            if step.module is None:
+                continue
+            self.work(self._seconds[_kind(step.module)][step.is_backward])
+            if step.is_backward:
+                self._add_up(self._scattered[_kind(step.module)])
+        self._end()
+
+    def _add_up(self, numbers: Iterable[int]) -> None:
+        """Put gradients into the bucket, which is sent when the next one has no room in it."""
+        for number in numbers:
+            if self._filled and self._filled + number > self._bucket:
+                self._send_bucket()
+            self._filled += number
+
+    def _send_bucket(self) -> None:
+        self.wait(self._sums[-UNDER_WAY[self._stage]])
+        self._sums.append(self.send(self._call_s(self._op, SUM_BYTES * self._filled)))
+        self._filled = 0
+
+    def _end(self) -> None:
+        if self._filled:
+            self._send_bucket()
+        self.wait(self._sums[-1])
+
+
+def _kind(module: Module) -> str:
+    """Return the name under which `_module_seconds` has a module: a dense block's one output is x."""
+    if not module.is_block:
+        return module.name
+    return "block" if module.num_outputs == BLOCK_OUTPUTS[False] else "dense block"
+
+
+def _module_seconds(layer: LayerTimes, *, recompute: bool) -> dict[str, tuple[float, float]]:
+    """Return what each kind of module computes forward and backward, what is computed again included there."""
+
+    def together(*parts: Both) -> tuple[float, float]:
+        forward_s = sum(part.forward.total for part in parts)
+        return forward_s, (forward_s if recompute else 0.0) + sum(part.backward.total for part in parts)
+
+    other = layer.other
+    return {
+        "embedding": (other.forward.before, other.backward.after),
+        "block": together(layer.attention, layer.router, layer.experts),
+        "dense block": together(layer.attention, layer.dense),
+        "norm": (other.forward.after, other.backward.before),
+        "head": (layer.head.forward.total, layer.head.backward.total),  # its gradients are made in its forward
+    }
+
+
+def overlaps(job: Job) -> bool:
+    """Tell whether anything of ZeRO's travels beside computing: on a GPU's own stream, with "overlap_comm"."""
+    if job.layout.dp == 1 or job.device == "cpu" or not job.zero.get("overlap_comm", job.zero_stage == 3):
+        return False
+    return job.zero_stage >= 2 or (job.zero_stage == 1 and job.precision == "fp32")
+
+
+def describe_overlap(job: Job) -> Iterator[str]:
+    """Say for people what is assumed of ZeRO's transfers in this job."""
+    if job.layout.dp == 1:
         return
-    chunks = num_chunks(job)
-    arrivals = _gather(lanes, calls, purpose="experts", num=1)
-    lanes.work(layer.router.forward.total)
-    routing = lanes.send(routing_s)
-    arrivals += _gather(lanes, calls, purpose="experts", num=chunks - 1)
-    lanes.wait(routing)
-    for arrival in _scatter(lanes, calls, purpose="experts", work_s=times.sums, arrivals=arrivals):
-        lanes.wait(arrival)
-    lanes.work(times.after)
-
-
-def _experts_backward(lanes: Lanes, job: Job, layer: LayerTimes, calls: Calls) -> None:
-    times = layer.experts.backward
-    if job.moe_strategy != "gather_tokens":
-        borrowed = _gather(lanes, calls, purpose="experts", num=2 if job.moe_strategy == "gather_weights" else 0)
-        for arrival in borrowed or _exchange(lanes, calls, num=2):
-            lanes.wait(arrival)
-        lanes.work(times.sums + times.weights)
-        homes = [lanes.send(calls.get(("experts", "reduce_scatter"), 0.0)) for _ in borrowed]
-        for arrival in homes:
-            lanes.wait(arrival)
-        lanes.work(times.after + layer.router.backward.total)
-        return
-    chunks = num_chunks(job)
-    arrivals = _gather(lanes, calls, purpose="experts", num=chunks)
-    tokens = _gather(lanes, calls, purpose="experts", num=chunks if job.wire.regather else 0)
-    sums = _scatter(lanes, calls, purpose="experts", work_s=times.sums, arrivals=arrivals)
-    sums.append(lanes.send(calls.get(("routing", "reduce_scatter"), 0.0)))
-    for arrival in tokens:
-        lanes.wait(arrival)
-    lanes.work(times.weights)
-    for arrival in sums:
-        lanes.wait(arrival)
-    lanes.work(times.after + layer.router.backward.total)
-
-
-def _exchange(lanes: Lanes, calls: Calls, *, num: int) -> list[float]:
-    return [lanes.send(calls.get(("experts", "all_to_all"), 0.0)) for _ in range(num)]
+    if not overlaps(job):
+        yield "ZeRO's transfers are waited for in full"
+    elif job.zero_stage == 3:
+        ahead = Thresholds.of(job.zero).prefetch
+        yield (
+            f"ZeRO's weights are gathered ahead by {ahead:,} numbers (stage3_prefetch_bucket_size), beside the "
+            "part before; the rest of a block is waited for; gradients travel beside the backward"
+        )
+    else:
+        yield "ZeRO's sums of gradients travel beside the backward" + (
+            " of the last micro-batch" if job.zero_stage == 1 else ""
+        )

@@ -1,13 +1,15 @@
-"""How many of a model's numbers a rank of the group holds, by part, counted through the shard table."""
+"""How many numbers of a model each rank of a group holds, by part and by parameter, counted through the shard table."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from modeling.layout import ModelSizes, ParallelLayout
+from modeling.layout import ParallelLayout
 from modeling.shard_table import ShardTable
+from modeling.spec import ModelSizes, Shapes, layer_shapes, outer_shapes
 
-Shapes = dict[str, tuple[int, ...]]
+BLOCK_OUTPUTS = {False: 3, True: 1}  # of a block, dense or not, with a gradient: x, and two sums of the router
 
 
 class RankParameters(NamedTuple):
@@ -33,72 +35,51 @@ class RankParameters(NamedTuple):
         """All of one layer."""
         return self.attention + self.norms + (self.dense if is_dense else self.router + self.experts)
 
-    def matrices(self, sizes: ModelSizes) -> int:
-        """All that weight decay applies to: DeepSpeed keeps it in a flat buffer of its own."""
-        moe, dense = sizes.num_moe_layers, len(sizes.dense_layers)
-        layers = (moe + dense) * self.attention + moe * (self.router + self.experts) + dense * self.dense
-        return layers + self.embedding + self.head
-
-    def vectors(self, sizes: ModelSizes) -> int:
-        return sizes.num_hidden_layers * self.norms + self.final_norm
-
     def total(self, sizes: ModelSizes) -> int:
-        return self.matrices(sizes) + self.vectors(sizes)
+        layers = sizes.num_moe_layers * self.layer(is_dense=False) + len(sizes.dense_layers) * self.layer(is_dense=True)
+        return layers + self.embedding + self.head + self.final_norm
 
 
-def layer_shapes(sizes: ModelSizes, *, is_dense: bool) -> Shapes:
-    """Whole shapes of a layer's parameters by their names in it."""
-    hidden, head = sizes.hidden_size, sizes.head_dim
-    query, key_value = sizes.num_attention_heads * head, sizes.num_key_value_heads * head
-    shapes: Shapes = {
-        "self_attn.q_proj.weight": (query, hidden),
-        "self_attn.k_proj.weight": (key_value, hidden),
-        "self_attn.v_proj.weight": (key_value, hidden),
-        "self_attn.o_proj.weight": (hidden, query),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
+class Module(NamedTuple):
+    """A part of the model that ZeRO-3 fetches as one.
+
+    parameters   numbers of each, by name, in the order in which they were made
+    is_block     a decoder block, which DeepSpeed takes as a leaf: with everything inside
+    num_outputs  with a gradient; each asks for the module once in the backward
+    """
+
+    name: str
+    parameters: Mapping[str, int]
+    is_block: bool = False
+    num_outputs: int = 1
+
+
+@lru_cache(maxsize=256)
+def held_modules(sizes: ModelSizes, layout: ParallelLayout) -> tuple[Module, ...]:
+    """Return what each rank of a group holds: the embedding, every block, the last norm, the head, as they run."""
+    outer = _held(outer_shapes(sizes), sizes=sizes, layout=layout)
+    embedding, norm = "model.embed_tokens.weight", "model.norm.weight"
+    head = "lm_head.weight" if "lm_head.weight" in outer else embedding  # tied: the same parameter
+    kinds = {
+        is_dense: _held(layer_shapes(sizes, is_dense=is_dense), sizes=sizes, layout=layout)
+        for is_dense in {i in sizes.dense_layers for i in range(sizes.num_hidden_layers)}
     }
-    if sizes.qk_norm != "none":
-        widths = (query, key_value) if sizes.qk_norm == "full" else (head, head)
-        shapes |= {f"self_attn.{kind}_norm.weight": (width,) for kind, width in zip("qk", widths, strict=True)}
-    if is_dense:
-        width = sizes.intermediate_size
-        return shapes | {
-            "mlp.gate_proj.weight": (width, hidden),
-            "mlp.up_proj.weight": (width, hidden),
-            "mlp.down_proj.weight": (hidden, width),
-        }
-    width = sizes.moe_intermediate_size
-    return shapes | {
-        "mlp.gate.weight": (sizes.num_experts, hidden),
-        "mlp.experts.gate_up_proj": (sizes.num_experts, 2 * width, hidden),
-        "mlp.experts.down_proj": (sizes.num_experts, hidden, width),
-    }
-
-
-def outer_shapes(sizes: ModelSizes) -> Shapes:
-    """Whole shapes of the parameters around the layers by their names in the model."""
-    table = (sizes.vocab_size, sizes.hidden_size)
-    head = {} if sizes.tie_word_embeddings else {"lm_head.weight": table}
-    return {"model.embed_tokens.weight": table, "model.norm.weight": (sizes.hidden_size,), **head}
-
-
-def held_numbers(shapes: Shapes, *, sizes: ModelSizes, layout: ParallelLayout) -> dict[str, int]:
-    """What a rank holds of parameters of these whole shapes; the first of a group holds no less than any other."""
-    table = ShardTable(layout, sizes.num_key_value_heads, sizes.qk_norm)
-    # A layer's names are those inside of it; the table's rules look for what comes before, too.
-    return {name: prod(table.shard(f".{name}", shape, group_rank=0).shape) for name, shape in shapes.items()}
+    blocks = []
+    for i in range(sizes.num_hidden_layers):
+        is_dense = i in sizes.dense_layers
+        parameters = {f"model.layers.{i}.{name}": number for name, number in kinds[is_dense].items()}
+        blocks.append(Module(f"block {i}", parameters, is_block=True, num_outputs=BLOCK_OUTPUTS[is_dense]))
+    ends = [Module(part, {name: outer[name]}) for part, name in (("norm", norm), ("head", head))]
+    return (Module("embedding", {embedding: outer[embedding]}), *blocks, *ends)
 
 
 @lru_cache(maxsize=256)
 def rank_parameters(sizes: ModelSizes, layout: ParallelLayout) -> RankParameters:
-    """Counted once for every model and layout."""
-    moe, dense = (
-        held_numbers(layer_shapes(sizes, is_dense=is_dense), sizes=sizes, layout=layout) if number else {}
-        for is_dense, number in ((False, sizes.num_moe_layers), (True, len(sizes.dense_layers)))
-    )
-    layer = moe | dense
-    outer = held_numbers(outer_shapes(sizes), sizes=sizes, layout=layout)
+    """Count once for every model and layout."""
+    kinds = ((False, sizes.num_moe_layers), (True, len(sizes.dense_layers)))
+    shapes = [layer_shapes(sizes, is_dense=is_dense) for is_dense, number in kinds if number]
+    layer = {name: n for part in shapes for name, n in _held(part, sizes=sizes, layout=layout).items()}
+    outer = _held(outer_shapes(sizes), sizes=sizes, layout=layout)
 
     def parts(*names: str) -> int:
         return sum(number for name, number in layer.items() if any(part in name for part in names))
@@ -114,3 +95,10 @@ def rank_parameters(sizes: ModelSizes, layout: ParallelLayout) -> RankParameters
         final_norm=outer["model.norm.weight"],
         largest=max((layer | outer).values()),
     )
+
+
+def _held(shapes: Shapes, *, sizes: ModelSizes, layout: ParallelLayout) -> dict[str, int]:
+    """Return what the first rank of a group, which holds no less than any other, has of parameters of these shapes."""
+    table = ShardTable(layout, sizes.num_key_value_heads, sizes.qk_norm)
+    # A layer's names are those inside it; the table's rules also look for what comes before.
+    return {name: prod(table.shard(f".{name}", shape, group_rank=0).shape) for name, shape in shapes.items()}

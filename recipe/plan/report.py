@@ -15,7 +15,7 @@ MANY_REJECTED = 12
 
 
 def describe(found: Found, *, notes: Sequence[str], top: int, wanted: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Lines for people. `wanted` is a layout that the best one is held against.
+    """Yield the lines that people read. `wanted` is a layout that the best one is held against.
 
     ValueError before the first line where it is more than there are devices for.
     """
@@ -62,7 +62,7 @@ def as_json(
     top: int,
     wanted: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The same for programs; bytes and seconds."""
+    """Return the same for programs, in bytes and seconds."""
     request = found.request
     return {
         "model": {**model, "parameters": count_parameters(request.sizes)._asdict()},
@@ -88,7 +88,7 @@ def as_json(
 
 
 def plan_as_json(plan: Plan, found: Found) -> dict[str, Any]:
-    """Per GPU and MFU of all devices, those with nothing to do included."""
+    """Return one plan; numbers per GPU and MFU are of all devices, idle ones included."""
     job, memory = plan.job, plan.memory
     return {
         "layout": layout_as_json(job.layout),
@@ -169,13 +169,13 @@ def _row(rank: int, plan: Plan, found: Found) -> tuple[str, ...]:
 
 
 def _mfu(plan: Plan, found: Found) -> float:
-    """Over what all devices that were asked for could do."""
+    """Return the MFU over all devices that were asked for."""
     at_work = plan.job.layout.world_size / found.request.gpus
     return mfu(plan.job, plan.time.step_s, found.request.hardware) * at_work
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as their widest entry; all but the second and third to the right."""
+    """Align columns to their widest entry; all but the second and third to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = [
@@ -186,7 +186,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _by_kind(plan: Plan, found: Found) -> Iterator[str]:
-    """Memory and time of a plan side by side, each with its share."""
+    """Show memory and time of a plan side by side, each with its share."""
     memory = {name: value for name, value in plan.memory._asdict().items() if isinstance(value, int)}
     seconds = seconds_by_kind(plan)
     left = [

@@ -11,7 +11,7 @@ from itertools import product
 from typing import NamedTuple
 
 from recipe.plan.job import Job
-from recipe.plan.memory import MemoryPlan, predict_memory
+from recipe.plan.memory import MemoryModel, MemoryPlan
 from recipe.plan.space import (
     Arrangement,
     PlanRequest,
@@ -21,10 +21,9 @@ from recipe.plan.space import (
     micro_batches,
     zero_stages,
 )
-from recipe.plan.step_time import TimePlan, predict_time
-from recipe.shared.units import size
+from recipe.plan.step_time import TimeModel, TimePlan
+from recipe.shared.units import GIB, size
 
-GIB = 2**30
 # What no tensor is in, of each rank. CPU: Python with torch, DeepSpeed and transformers loaded is 0.43 GiB.
 RESERVE_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
 
@@ -39,7 +38,7 @@ class Plan(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices together."""
+        """Tokens per second over all devices."""
         return self.job.tokens_per_step / self.time.step_s
 
 
@@ -52,7 +51,7 @@ class Found(NamedTuple):
     room_bytes: int
 
     def idle(self, plan: Plan) -> int:
-        """Devices that have nothing to do."""
+        """Count the devices that have nothing to do."""
         return self.request.gpus - plan.job.layout.world_size
 
 
@@ -62,8 +61,9 @@ class Sized(NamedTuple):
 
 
 def search_plans(request: PlanRequest) -> Found:
-    """All plans of a request. Where nothing fits, `plans` is empty and `rejected` says why for each layout."""
+    """Find all plans of a request. Where nothing fits, `plans` is empty and `rejected` says why for each layout."""
     room_bytes = room_of(request)
+    memory, clock = MemoryModel(), TimeModel(request.hardware, ranks_per_node=request.ranks_per_node)
     plans: list[Plan] = []
     rejected: list[Rejected] = []
     for arrangement in arrangements(request):
@@ -71,19 +71,19 @@ def search_plans(request: PlanRequest) -> Found:
             rejected.append(arrangement)
             continue
         fitting = [
-            plan_of(request, arrangement, sized=sized)
-            for sized in _fitting(request, arrangement, room_bytes=room_bytes)
+            Plan(arrangement, sized.job, sized.memory, clock.predict(sized.job))
+            for sized in _fitting(request, arrangement, memory=memory, room_bytes=room_bytes)
         ]
         if fitting:
             plans.append(min(fitting, key=lambda plan: plan.time.step_s))
         else:
-            rejected.append(_too_large(request, arrangement, room_bytes=room_bytes))
+            rejected.append(_too_large(request, arrangement, memory=memory, room_bytes=room_bytes))
     plans.sort(key=lambda plan: plan.time.step_s)  # all of them train the same tokens in a step
     return Found(request, tuple(plans), tuple(rejected), room_bytes)
 
 
 def room_of(request: PlanRequest) -> int:
-    """Bytes for a rank's tensors: of its device, or of its part of a node's memory where the ranks share that."""
+    """Return the bytes for a rank's tensors: of its device, or of its part of a node's memory where ranks share it."""
     hardware = request.hardware
     own_bytes = hardware.memory_bytes
     if hardware.device == "cpu":
@@ -91,47 +91,44 @@ def room_of(request: PlanRequest) -> int:
     return own_bytes - RESERVE_BYTES[hardware.device]
 
 
-def plan_of(request: PlanRequest, arrangement: Arrangement, *, sized: Sized) -> Plan:
-    time = predict_time(sized.job, hardware=request.hardware, ranks_per_node=request.ranks_per_node)
-    return Plan(arrangement, sized.job, sized.memory, time)
+def _fitting(
+    request: PlanRequest, arrangement: Arrangement, *, memory: MemoryModel, room_bytes: int
+) -> Iterator[Sized]:
+    """Yield each variant with the most sequences at once that fit; nothing of those that never do.
+
+    Recomputing and gathering again take time and give memory, so that they are only worth it for more sequences.
+    """
+    choices, switch = micro_batches(request, arrangement.layout), _switch(arrangement)
+    for stage, overlap in product(zero_stages(request), reversed(switch)):
+        first = make_job(request, arrangement, num_sequences=choices[0], zero_stage=stage, overlap=overlap)
+        most: dict[tuple[bool, bool], int] = {}  # by recomputing and gathering again, the choice that fits
+        for recompute, regather in product((False, True), switch):
+            cheaper = [i for (again, gathers), i in most.items() if again <= recompute and gathers <= regather]
+            job = replace(first, recompute=recompute, wire=replace(first.wire, regather=regather))
+            above = max(cheaper, default=-1) + 1
+            found = _most_at_once(job, choices[above:], request=request, memory=memory, room_bytes=room_bytes)
+            if found is not None:
+                most[recompute, regather] = choices.index(found.job.num_sequences)
+                yield found
 
 
-def _variants(request: PlanRequest, arrangement: Arrangement, *, num_sequences: int) -> Iterator[Job]:
-    """What is searched of a layout with so many sequences at once, the least costly first."""
-    shares = arrangement.layout.tp > 1
-    for stage, recompute, regather, overlap in product(
-        zero_stages(request),
-        (False, True),
-        (False, True) if shares else (False,),
-        (True, False) if shares else (False,),
-    ):
-        yield make_job(
-            request,
-            arrangement,
-            num_sequences=num_sequences,
-            zero_stage=stage,
-            recompute=recompute,
-            regather=regather,
-            overlap=overlap,
-        )
+def _switch(arrangement: Arrangement) -> tuple[bool, ...]:
+    """Return the values of an option that only a group of several ranks has."""
+    return (False, True) if arrangement.layout.tp > 1 else (False,)
 
 
-def _fitting(request: PlanRequest, arrangement: Arrangement, *, room_bytes: int) -> Iterator[Sized]:
-    """Each variant with the most sequences at once that fit; nothing of those that never do."""
-    choices = micro_batches(request, arrangement.layout)
-    for job in _variants(request, arrangement, num_sequences=choices[0]):
-        most = _most_at_once(job, request=request, choices=choices, room_bytes=room_bytes)
-        if most is not None:
-            yield most
-
-
-def _most_at_once(job: Job, *, request: PlanRequest, choices: Sequence[int], room_bytes: int) -> Sized | None:
-    """The step with the most sequences at once that fit; None where it never does."""
+def _most_at_once(
+    job: Job, choices: Sequence[int], *, request: PlanRequest, memory: MemoryModel, room_bytes: int
+) -> Sized | None:
+    """Return the step with the most sequences at once, of these choices, that fit; None where it never does."""
 
     def sized(num_sequences: int) -> Sized:
-        changed = with_micro_batch(job, request=request, num_sequences=num_sequences)
-        return Sized(changed, predict_memory(changed))
+        accumulation = request.sequences_per_step // (job.layout.dp * num_sequences)
+        changed = replace(job, num_sequences=num_sequences, accumulation=accumulation)
+        return Sized(changed, memory.predict(changed))
 
+    if not choices:
+        return None
     # A single micro-batch keeps no gradients of those before it, so that it may fit where smaller ones do not.
     whole = sized(choices[-1])
     if whole.memory.total_bytes <= room_bytes:
@@ -147,32 +144,26 @@ def _most_at_once(job: Job, *, request: PlanRequest, choices: Sequence[int], roo
     return best
 
 
-def with_micro_batch(job: Job, *, request: PlanRequest, num_sequences: int) -> Job:
-    """The same step in micro-batches of another size."""
-    return replace(
-        job,
-        num_sequences=num_sequences,
-        accumulation=request.sequences_per_step // (job.layout.dp * num_sequences),
-    )
-
-
-def _too_large(request: PlanRequest, arrangement: Arrangement, *, room_bytes: int) -> Rejected:
-    """The variant that comes nearest to fitting, and what most of its memory is for."""
-    choices = micro_batches(request, arrangement.layout)
+def _too_large(request: PlanRequest, arrangement: Arrangement, *, memory: MemoryModel, room_bytes: int) -> Rejected:
+    """Return the variant that comes nearest to fitting, and what most of its memory is for."""
+    choices, switch = micro_batches(request, arrangement.layout), _switch(arrangement)
     # The least is that of the fewest sequences at once, or of all, which leave nothing for another micro-batch.
-    jobs = [
-        job for number in {choices[0], choices[-1]} for job in _variants(request, arrangement, num_sequences=number)
-    ]
-    job, memory = min((Sized(job, predict_memory(job)) for job in jobs), key=lambda sized: sized.memory.total_bytes)
-    kinds = {name: value for name, value in memory._asdict().items() if isinstance(value, int)}
+    numbers = dict.fromkeys((choices[0], choices[-1]))
+    options = product(numbers, zero_stages(request), (False, True), switch, reversed(switch))
+    jobs = (
+        make_job(request, arrangement, num_sequences=b, zero_stage=z, recompute=again, regather=gathers, overlap=beside)
+        for b, z, again, gathers, beside in options
+    )
+    job, least = min((Sized(job, memory.predict(job)) for job in jobs), key=lambda sized: sized.memory.total_bytes)
+    kinds = {name: value for name, value in least._asdict().items() if isinstance(value, int)}
     largest = max(kinds, key=lambda name: kinds[name])
     recomputed = ", recomputed" if job.recompute else ""
     return Rejected(
         str(arrangement),
-        f"needs {size(memory.total_bytes)} per rank at the least (ZeRO-{job.zero_stage}, {job.num_sequences} at once"
+        f"needs {size(least.total_bytes)} per rank at the least (ZeRO-{job.zero_stage}, {job.num_sequences} at once"
         f"{recomputed}), {size(kinds[largest])} of it {largest}; there are {size(room_bytes)}",
         arrangement.layout.tp,
         arrangement.layout.ep,
         arrangement.strategy,
-        memory.total_bytes - room_bytes,
+        least.total_bytes - room_bytes,
     )

@@ -18,7 +18,7 @@ from modeling.layout import (
     divisors,
     layout_faults,
 )
-from recipe.plan.hardware import Hardware
+from recipe.plan.hardware_values import Hardware
 from recipe.plan.job import Job
 from recipe.settings.execution import GraphFacts, WorldInfo, can_be_graphed, default_experts_backend
 from recipe.settings.flags import Arguments
@@ -35,7 +35,8 @@ MOST_AT_ONCE = USUAL_BUCKET // 10
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """
+    """What is asked for: a model, devices, and the tokens of a step.
+
     model               keyword arguments of the model's configuration
     gpus                devices, one rank each
     ranks_per_node      of them on each node
@@ -70,12 +71,12 @@ class PlanRequest:
 
     @cached_property
     def experts_backend(self) -> str:
-        """What the trainer takes on this device."""
+        """The backend that the trainer takes on this device."""
         return default_experts_backend(self.ranks, precision=self.precision)
 
     @cached_property
     def attention(self) -> str:
-        """The kernel of a run that names none."""
+        """The attention kernel of a run that names none."""
         return Arguments().attn_implementation
 
 
@@ -90,9 +91,9 @@ class Arrangement(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """What cannot be, and why, with the number that says so; 0 `lacking_bytes` where it is not for memory.
+    """A layout that cannot be, and why; `lacking_bytes` is 0 where memory is not the reason.
 
-    It is every layout with groups of `tp` where `ep` is None, with any strategy where that is.
+    Where `ep` is None it stands for every layout with groups of `tp`, where `strategy` is None for every strategy.
     """
 
     layout: str
@@ -104,14 +105,14 @@ class Rejected(NamedTuple):
 
 
 def group_sizes(request: PlanRequest) -> list[int]:
-    """Every N that somebody could ask about: what the model allows, and what the devices can be cut into."""
+    """Return every size of group to tell about: what the model allows, and what the devices can be cut into."""
     return sorted(
         {*divisors(request.gpus), *(tp for tp in allowed_tp(request.sizes) if tp <= request.gpus)},
     )
 
 
 def arrangements(request: PlanRequest) -> Iterator[Arrangement | Rejected]:
-    """All layouts of the model with every strategy that a layout allows; those that break a rule with the rule."""
+    """Yield all layouts of the model with every strategy that a layout allows, or with the rule that it breaks."""
     for tp in group_sizes(request):
         dp = num_groups(request, tp=tp)
         faults = _group_faults(request, ParallelLayout(dp=dp, tp=tp, ep=1))
@@ -129,17 +130,17 @@ def arrangements(request: PlanRequest) -> Iterator[Arrangement | Rejected]:
 
 
 def num_groups(request: PlanRequest, *, tp: int) -> int:
-    """The most that get equal shares of a step's sequences; devices may be left idle."""
+    """Return the most groups that get equal shares of a step's sequences; devices may be left idle."""
     return max(d for d in divisors(request.sequences_per_step) if d <= request.gpus // tp)
 
 
 def alone_faults(request: PlanRequest) -> list[str]:
-    """What is wrong with the model or its sequences whatever the layout: a rank alone breaks no rule of layouts."""
+    """Return what is wrong with the model or its sequences in every layout: a rank alone breaks no rule of layouts."""
     return layout_rules(request, ParallelLayout())
 
 
 def micro_batches(request: PlanRequest, layout: ParallelLayout) -> list[int]:
-    """Sequences a group can work on at once, rising: what divides its share of a step."""
+    """Return the numbers of sequences a group can work on at once, rising: what divides its share of a step."""
     most = request.max_micro_batch or request.sequences_per_step
     choices = [b for b in divisors(request.sequences_per_step // layout.dp) if b <= most]
     # Where no number of sequences gives every rank as many tokens, the first says so by `layout_faults`.
@@ -156,8 +157,8 @@ def make_job(
     *,
     num_sequences: int,
     zero_stage: int,
-    recompute: bool,
-    regather: bool,
+    recompute: bool = False,
+    regather: bool = False,
     overlap: bool,
 ) -> Job:
     layout = arrangement.layout
@@ -186,7 +187,7 @@ def make_job(
 
 
 def _is_graphed(request: PlanRequest, arrangement: Arrangement, *, wire: Execution, zero_stage: int) -> bool:
-    """What the "auto" of a run becomes."""
+    """Settle "auto" as a run would."""
     facts = GraphFacts(
         ranks=request.ranks,
         sizes=request.sizes,
@@ -200,7 +201,7 @@ def _is_graphed(request: PlanRequest, arrangement: Arrangement, *, wire: Executi
 
 
 def _zero(request: PlanRequest, *, stage: int, tp: int) -> dict[str, Any]:
-    """DeepSpeed's block, with the trainer's bucket or a smaller one."""
+    """Return DeepSpeed's block, with the trainer's bucket or a smaller one."""
     block = zero_block({}, stage=stage, sizes=request.sizes, tp=tp, precision=request.precision).block
     if reserves_bucket(stage, precision=request.precision) and block.get(BUCKET_KEY, USUAL_BUCKET) > MOST_AT_ONCE:
         block[BUCKET_KEY] = MOST_AT_ONCE
@@ -208,7 +209,7 @@ def _zero(request: PlanRequest, *, stage: int, tp: int) -> dict[str, Any]:
 
 
 def skew_of(layout: ParallelLayout, *, sizes: ModelSizes, skew: float) -> float:
-    """The busiest rank's rows over the mean, given that of a group in which every rank holds whole experts (ep=N).
+    """Return the busiest rank's rows over the mean, given that of a group whose ranks hold whole experts (ep=N).
 
     The busiest of N shares has skew/N of all rows, as far as its experts can get so many, and the others the rest in
     equal parts; with ep < N shares it is one with N/ep - 1 others. Sliced experts (ep=1) are even.
@@ -222,12 +223,12 @@ def skew_of(layout: ParallelLayout, *, sizes: ModelSizes, skew: float) -> float:
 
 
 def _most_rows(num_experts: int, sizes: ModelSizes) -> float:
-    """The share of all rows that so many experts can get: no token visits one twice."""
+    """Return the largest share of all rows that so many experts can get: no token visits one twice."""
     return min(sizes.num_experts_per_tok, num_experts) / sizes.num_experts_per_tok
 
 
 def _strategies(layout: ParallelLayout) -> Iterator[str]:
-    """Those that `layout_faults` lets a layout have; one rank has nobody to exchange anything with."""
+    """Yield the strategies that a layout allows; one rank has none to exchange with."""
     yield "gather_tokens"
     if layout.tp > 1 and layout.ep == 1:
         yield "gather_weights"
@@ -236,7 +237,7 @@ def _strategies(layout: ParallelLayout) -> Iterator[str]:
 
 
 def _group_faults(request: PlanRequest, layout: ParallelLayout) -> list[str]:
-    """What is wrong with the group's size, whatever the experts' shares."""
+    """Return what is wrong with the group's size, whatever the experts' shares."""
     faults = layout_rules(request, layout)
     for ep in divisors(layout.tp):
         others = layout_rules(request, ParallelLayout(dp=layout.dp, tp=layout.tp, ep=ep))
@@ -245,7 +246,7 @@ def _group_faults(request: PlanRequest, layout: ParallelLayout) -> list[str]:
 
 
 def layout_rules(request: PlanRequest, layout: ParallelLayout, *, strategy: str = "gather_tokens") -> list[str]:
-    """The rules of the trainer that a layout breaks, in its words."""
+    """Return the rules of the trainer that a layout breaks, in its words."""
     smallest = BatchSizes(num_sequences=micro_batches(request, layout)[0], block_size=request.block_size)
     rules = LayoutRequest(
         sizes=request.sizes,

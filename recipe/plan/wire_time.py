@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from recipe.plan.hardware_values import Hardware, Link
 from recipe.plan.job import Job
-from recipe.plan.sent import Sent
+from recipe.plan.traffic import Sent
 
 # How often a rank sends in one collective of a ring of n ranks.
 STEPS: Mapping[str, Callable[[int], int]] = {
@@ -30,14 +30,14 @@ class Ring(NamedTuple):
 
 
 class WireTime(NamedTuple):
-    """Of all calls of one row together, each as if alone."""
+    """Seconds of all calls of one row together, each as if alone."""
 
     sent: Sent
     seconds: float
 
 
 def ring_of(axis: str, job: Job, *, ranks_per_node: int) -> Ring:
-    """The ranks of one axis: a group's lie side by side, those with the same part of each group a group apart."""
+    """Return the ranks of one axis: a group's are neighbours, those of the others are a group apart."""
     tp = job.layout.tp
     if axis == "dp":
         return Ring(job.layout.dp, min(job.layout.dp, max(1, ranks_per_node // tp)))
@@ -48,7 +48,7 @@ def ring_of(axis: str, job: Job, *, ranks_per_node: int) -> Ring:
 
 
 def wire_times(rows: Iterable[Sent], job: Job, *, hardware: Hardware, ranks_per_node: int) -> list[WireTime]:
-    """Each row's seconds; ValueError where ranks are on several nodes and the hardware has no link between them."""
+    """Return each row's seconds; ValueError where ranks are on several nodes without a link between them."""
     rings = {axis: ring_of(axis, job, ranks_per_node=ranks_per_node) for axis in ("group", "kv", "dp")}
     times = []
     for row in rows:
@@ -62,7 +62,7 @@ def wire_times(rows: Iterable[Sent], job: Job, *, hardware: Hardware, ranks_per_
 
 
 def call_seconds(op: str, sent_bytes: float, *, ring: Ring, hardware: Hardware) -> float:
-    """One collective in which every rank sends this much, counted as in a ring.
+    """Return the seconds of one collective in which every rank sends this much, counted as in a ring.
 
     An exchange sends each part by its own way, inside and between nodes at the same time.
     ValueError where the hardware has no such link.
@@ -90,14 +90,14 @@ def call_seconds(op: str, sent_bytes: float, *, ring: Ring, hardware: Hardware) 
 
 
 def busy_share(ring: Ring, *, hardware: Hardware) -> float:
-    """The share of a transfer's time for which it keeps a rank of the ring from computing."""
+    """Return the share of a transfer's time for which it keeps a rank of the ring from computing."""
     if ring.num_ranks == 1:
         return 0.0
     return (_between_nodes if ring.num_ranks > ring.per_node else _within_node)(hardware).busy
 
 
 def fewest_steps(op: str, size: int, *, device: str) -> int:
-    """Of a collective among nodes of one rank each: what a fit of measured times divides its constant by."""
+    """Return the steps among nodes of one rank each, by which a fit of measured times divides its constant."""
     if op == "all_reduce" and device == "cuda":
         return min(STEPS[op](size), round(_tree_steps(Ring(size, 1)).outside))
     return STEPS[op](size)
@@ -111,14 +111,14 @@ class Steps(NamedTuple):
 
 
 def _ring_steps(op: str, ring: Ring) -> Steps:
-    """A ring leaves each node once in a turn."""
+    """Return the steps of a ring, which leaves each node once in a turn."""
     total = STEPS[op](ring.num_ranks)
     outside = total * (_num_nodes(ring) - 1) / (ring.num_ranks - 1)
     return Steps(total - outside, outside)
 
 
 def _tree_steps(ring: Ring) -> Steps:
-    """Up and down: a chain in each node, a binary tree over the nodes."""
+    """Return the steps up and down a chain in each node and a binary tree over the nodes."""
     return Steps(2.0 * (ring.per_node - 1), 2 * log2(_num_nodes(ring)))
 
 
@@ -127,7 +127,7 @@ def _num_nodes(ring: Ring) -> float:
 
 
 def _crossing(op: str, sent_bytes: float, *, steps: Steps, ring: Ring, hardware: Hardware) -> float:
-    """At the pace of the slowest part: the links inside, or the network of all the ring's ranks on a node together."""
+    """Return the seconds at the pace of the slowest part: links inside, or the network of a node's ranks together."""
     inter = _between_nodes(hardware)
     outside_s = inter.seconds(op, num_steps=0, sent_bytes=sent_bytes / ring.per_node)
     wait_s = inter.seconds(op, num_steps=steps.outside, sent_bytes=0)

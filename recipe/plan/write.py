@@ -13,7 +13,7 @@ from recipe.settings.resolve import zero_block
 
 
 def run_config(job: Job, *, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON of a run that does this job's steps. `model` has the flags that name it, "config_name" and so on.
+    """Return the JSON of a run that does this job's steps. `model` has the flags that name it, "config_name" and so on.
 
     What is likely to be tried otherwise stands in the "arguments" block, over which the command line wins.
     """
@@ -55,7 +55,7 @@ def run_config(job: Job, *, model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def how_to_start(path: Path, *, num_ranks: int, ranks_per_node: int) -> str:
-    """A line with the command that starts this many ranks on nodes of that size."""
+    """Return a line with the command that starts this many ranks on nodes of that size."""
     if num_ranks <= ranks_per_node:
         command = f"deepspeed --num_accelerators {num_ranks} run_pretrain.py --ds_config {path}"
         return f"wrote {path}; start it: {command}"
@@ -70,7 +70,7 @@ def how_to_start(path: Path, *, num_ranks: int, ranks_per_node: int) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """ValueError where no file could be written there, as far as can be seen without writing one."""
+    """Raise ValueError where no file could be written there, as far as can be seen without writing one."""
     if path.is_dir():
         raise ValueError(f"{path} cannot be written: Is a directory")
     if not path.parent.is_dir():

@@ -1,196 +1,165 @@
 """What weights, gradients and the optimizer take under DeepSpeed 0.19.8, by ZeRO stage and moment of a step.
 
-Read in its source (runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py) and held against measured peaks. P are
-the numbers that a rank of the group holds, D the data-parallel ranks, b bytes per number that is computed with.
+Read in its source (runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py) and held against measured peaks. The
+letters are those of `Letters`: a rank of a group holds P numbers, in buckets of M, and its part of them is P / dp.
 """
 
+from math import ceil
 from typing import NamedTuple
 
 from recipe.plan.job import Job
-from recipe.plan.memory_rows import Row
-from recipe.plan.parameters import RankParameters
-from recipe.plan.zero3_fetches import Thresholds
-from recipe.plan.zero3_memory import WholeWeights, whole_weights
-from recipe.plan.zero_defaults import PLAIN_BUCKET, zero_number
-from recipe.plan.zero_traffic import way_of
-
-Rows = list[Row]
+from recipe.plan.memory_lines import Letters, Line, Lines, Term
+from recipe.plan.traffic import weights_of
+from recipe.plan.zero3 import PLAIN_BUCKET, Weights, zero_number
 
 
 class ZeroMemory(NamedTuple):
-    """The states of one rank.
+    """The states of one rank under one stage.
 
-    total     P
-    largest   of the parameters
-    bucket, sub_group   DeepSpeed's settings, in numbers
-    whole     weights that are fetched from other ranks, None where none are
-    gloo      its reduce-scatter makes a copy
+    bucket       M
+    num_buckets  two where one is filled while the other is summed
+    weights      what ZeRO-3 fetches from other ranks; None where nothing is
+    part         numbers of this rank's part
+    filled       numbers that are reduced at once
     """
 
+    s: Letters
     stage: int
-    total: int
-    largest: int
-    dp: int
-    b: int
-    accumulation: int
-    bucket: int
+    accumulates: bool
+    bucket: float
     num_buckets: int
     sub_group: int
-    whole: WholeWeights | None
-    gloo: bool
-
-    @property
-    def part(self) -> int:
-        """P / D."""
-        return -(-self.total // self.dp)
+    weights: Weights | None
+    part: float
+    filled: float
 
     @property
     def is_bf16_optimizer(self) -> bool:
-        return self.stage == 1 and self.b == 2
+        return self.stage == 1 and self.s.b == 2
 
-    @property
-    def filled(self) -> int:
-        """Numbers that are reduced at once."""
-        return min(self.total, max(self.bucket, self.largest))
-
-
-def zero_memory(job: Job, held: RankParameters) -> ZeroMemory:
-    """`job.zero` is the engine's block, its sizes as numbers."""
-    sizes, stage = job.sizes, job.zero_stage
-    parts = stage == 3 and job.layout.dp > 1
-    overlaps = job.zero.get("overlap_comm", False)
-    return ZeroMemory(
-        stage=stage,
-        total=held.total(sizes),
-        largest=held.largest,
-        dp=job.layout.dp,
-        b=job.element_bytes,
-        accumulation=job.accumulation,
-        bucket=zero_number(job.zero, "reduce_bucket_size"),
-        num_buckets=2 if overlaps and stage in (1, 2) else 1,
-        sub_group=zero_number(job.zero, "sub_group_size"),
-        whole=whole_weights(sizes, job.layout, Thresholds.of(job.zero), way=way_of(job)) if parts else None,
-        gloo=job.device == "cpu",
-    )
-
-
-def lasting_rows(z: ZeroMemory) -> Rows:
-    """What stays from step to step, once there has been one."""
-    if z.stage == 0:
-        return [
-            Row("weights", "weights", "P b", z.total * z.b),
-            Row("moments", "optimizer", "8 P", 8 * z.total),
+    def lasting(self) -> Lines:
+        """Return what stays from step to step, once there has been one."""
+        s, stage, part = self.s, self.stage, self.part
+        if stage == 0:
+            return [Line("weights", "weights", s.P * s.b), Line("moments", "optimizer", 8 * s.P)]
+        lines = [
+            Line("weights", "weights", s.b * (part if stage == 3 else s.P)),
+            Line("float32 weights and moments", "optimizer", 12 * part),
         ]
-    rows = [
-        Row("weights", "weights", "P b / D" if z.stage == 3 else "P b", z.b * (z.part if z.stage == 3 else z.total)),
-        Row("float32 weights", "optimizer", "4 P / D", 4 * z.part),
-        Row("moments", "optimizer", "8 P / D", 8 * z.part),
-    ]
-    if z.is_bf16_optimizer:
-        rows.append(Row("float32 gradients", "gradients", "4 P", 4 * z.total))
-    if z.stage == 3:
-        rows.append(Row("float32 gradients", "gradients", "4 P / D", 4 * z.part))
-        rows.append(Row("reduce bucket", "buffers", "4 reduce_bucket_size", 4 * z.bucket))
-    if z.whole:
-        rows.append(Row("small weights, never parted", "gathered", "P_small b", z.b * z.whole.unparted))
-    return rows
+        if self.is_bf16_optimizer:
+            lines.append(Line("float32 gradients", "gradients", 4 * s.P))
+        if stage == 3:
+            lines.append(Line("float32 gradients", "gradients", 4 * part))
+            lines.append(Line("reduce bucket", "buffers", 4 * self.bucket))
+        if self.weights is not None:
+            unparted = Term(self.weights.unparted, "P_unparted") if isinstance(s.b, Term) else self.weights.unparted
+            lines.append(Line("small weights, never parted", "gathered", unparted * s.b))
+        return lines
 
+    def forward(self) -> Lines:
+        """Return what earlier micro-batches have left in the forward of the last one."""
+        if not self.accumulates or self.stage == 3:
+            return []
+        if self.stage == 2:
+            return [self._own_gradients()]
+        return [self._gradients(self.s.P), *self._wide_bucket()]
 
-def forward_rows(z: ZeroMemory) -> Rows:
-    """In the last micro-batch's forward: what the ones before have left."""
-    if z.accumulation == 1 or z.stage == 3:
-        return []
-    if z.stage == 2:
-        return [Row("float32 gradients of the own part", "gradients", "4 P / D", 4 * z.part)]
-    gradients = Row("gradients", "gradients", "b P", z.b * z.total)
-    return [gradients, _bucket(z, 4)] if z.stage == 1 and not z.is_bf16_optimizer else [gradients]
-
-
-def backward_rows(z: ZeroMemory, *, done: int) -> Rows:
-    """When the gradients of `done` numbers have been made, in the last micro-batch."""
-    again = z.accumulation > 1
-    if z.stage <= 1:
-        num = z.total if again else done
-        rows = [Row("gradients", "gradients", "b P" if again else "b P so far", z.b * num)]
-        return rows if z.stage == 0 or z.is_bf16_optimizer else [*rows, _bucket(z, 4)]
-    if z.stage == 2:
-        rows = [_bucket(z, z.b)]
+    def backward(self, *, done: float) -> Lines:
+        """Return what there is when the gradients of `done` numbers have been made in the last micro-batch."""
+        if self.stage <= 1:
+            return [self._gradients(self.s.P if self.accumulates else done), *self._wide_bucket()]
+        if self.stage == 3:
+            return []
         # Without float32 copies a micro-batch's own part is made beside the sum of those before.
-        started = done > z.bucket
-        parts = again + started if z.b == 4 else int(again or started)
-        return [*rows, Row("float32 gradients of the own part", "gradients", "4 P / D", 4 * z.part * parts)]
-    return []
+        started = done > self.bucket
+        copies = self.accumulates + started if self.s.b == 4 else int(self.accumulates or started)
+        return [self._bucket(self.s.b), *([self._own_gradients(copies)] if copies else [])]
+
+    def whole(self, module: str, *, is_backward: bool) -> Lines:
+        """Return ZeRO-3's whole weights while a module is at work, by its name in `held_modules`."""
+        if self.weights is None:
+            return []
+        number = self._fetched(self.weights.at_work[module, is_backward], "P_fetched")
+        return [Line("weights of the module, of those kept and those fetched ahead", "gathered", number * self.s.b)]
+
+    def arriving(self, *modules: str, is_backward: bool) -> Lines:
+        """Return the same when weights of one of these modules arrive, whichever are most; empty where none do."""
+        number = 0 if self.weights is None else max(self.weights.arriving[name, is_backward] for name in modules)
+        if not number:
+            return []
+        number_of = self._fetched(number, "P_arriving")
+        return [Line("whole weights, and again as they arrive", "gathered", number_of * self.s.b)]
+
+    def sent(self) -> Lines:
+        """Return a bucket on its way: flattened again, and in float32."""
+        s = self.s
+        each = 4 * (1 + s.gloo) if self.stage == 3 else 4 if s.b == 4 else 4 + s.b
+        return [Line("a bucket as sent", "buffers", each * self.filled)]
+
+    def reduction(self) -> Lines:
+        """Return what there is while the last bucket is summed over the data-parallel ranks."""
+        s, filled, part = self.s, self.filled, self.part
+        if self.stage == 0:
+            sent = Line("the same as sent", "buffers", s.b * min(s.P, PLAIN_BUCKET + s.P_largest))
+            return [self._gradients(s.P), sent]
+        if self.is_bf16_optimizer:
+            as_sent = [Line("float32 gradients as sent", "buffers", 4 * s.P)] if s.P < PLAIN_BUCKET else []
+            return [self._gradients(s.P), *as_sent]  # a single tensor is sent as it is
+        later = filled < s.P  # there was a reduction before, whose result this rank's part keeps
+        if self.stage == 1:
+            left = s.P - filled
+            if later and part > filled:
+                left = max(0, left - filled) + part
+            left_and_reduced = Line("gradients not yet reduced, and reduced ones", "gradients", 4 * left)
+            return [left_and_reduced, *self._wide_bucket(), *self.sent()]
+        if self.stage == 2:
+            copies = self.accumulates + later if s.b == 4 else 1
+            own = [self._own_gradients(copies)] if copies else []
+            return [*own, self._bucket(s.b), *self.sent()]
+        return self.sent()
+
+    def update(self) -> Lines:
+        """Return what there is in the optimizer's step."""
+        s, part = self.s, self.part
+        if self.stage == 0:
+            norm = Line("a gradient and its squares in float64", "buffers", 16 * s.P_largest)
+            return [self._gradients(s.P), norm]
+        if self.is_bf16_optimizer:
+            return [self._gradients(s.P)]
+        if self.stage == 3:
+            return [Line("gradients as the optimizer takes them", "gradients", 4 * min(part, self.sub_group))]
+        norm = Line("largest gradient in the norm's type", "buffers", 8 * min(s.P_largest, part))
+        joined = Line("the same in one tensor", "gradients", 4 * part)
+        return [self._own_gradients(), max(norm, joined, key=lambda line: line.num_bytes) if s.b == 4 else norm]
+
+    def _gradients(self, number: float) -> Line:
+        return Line("gradients", "gradients", self.s.b * number)
+
+    def _own_gradients(self, copies: int = 1) -> Line:
+        return Line("float32 gradients of the own part", "gradients", 4 * copies * self.part)
+
+    def _bucket(self, num_bytes: float) -> Line:
+        return Line("reduce bucket", "buffers", num_bytes * self.num_buckets * self.bucket)
+
+    def _wide_bucket(self) -> Lines:
+        return [self._bucket(4)] if self.stage == 1 and not self.is_bf16_optimizer else []
+
+    def _fetched(self, number: int, name: str) -> float:
+        return Term(number, name) if isinstance(self.s.b, Term) else number
 
 
-def whole_rows(z: ZeroMemory, module: str, *, is_backward: bool) -> Rows:
-    """ZeRO-3's whole weights while a module is at work, by its name in `held_modules`."""
-    if z.whole is None:
-        return []
-    num = (z.whole.backward if is_backward else z.whole.forward)[module].at_work
-    return [Row("fetched weights", "gathered", "b (P of the module and of those kept or ahead)", z.b * num)]
-
-
-def arriving_rows(z: ZeroMemory, *modules: str, is_backward: bool) -> Rows:
-    """The same when the weights of one of these modules arrive, whichever are most; empty where none do."""
-    if z.whole is None:
-        return []
-    found = z.whole.backward if is_backward else z.whole.forward
-    num = max(found[module].arriving for module in modules)
-    row = Row("weights as they arrive, and whole", "gathered", "b (P as above, and again of a call)", z.b * num)
-    return [row] if num else []
-
-
-def sent_rows(z: ZeroMemory) -> Rows:
-    """A bucket on its way: flattened again, and in float32."""
-    each = 4 * (1 + z.gloo) if z.stage == 3 else 4 if z.b == 4 else z.b + 4
-    return [Row("a bucket as sent", "buffers", f"{each} reduce_bucket_size, or P", each * z.filled)]
-
-
-def reduce_rows(z: ZeroMemory) -> Rows:
-    """Beside what lasts and the gradients: while the last bucket is summed over the data-parallel ranks."""
-    if z.stage == 0:
-        num = min(z.total, PLAIN_BUCKET + z.largest)
-        return [
-            Row("gradients", "gradients", "b P", z.b * z.total),
-            Row("the same as sent", "buffers", "b P", z.b * num),
-        ]
-    if z.is_bf16_optimizer:
-        whole = 4 * z.total if z.total < PLAIN_BUCKET else 0  # a single tensor is sent as it is
-        gradients = Row("gradients", "gradients", "b P", z.b * z.total)
-        return [gradients, Row("float32 gradients as sent", "buffers", "4 P", whole)]
-    sent = sent_rows(z)
-    again = z.accumulation > 1
-    later = z.filled < z.total  # there was a reduction before, whose result this rank's part keeps
-    if z.stage == 1:
-        left, own = z.total - z.filled, 0
-        if later and z.part > z.filled:
-            left, own = max(0, left - z.filled), z.part
-        gradients = Row("gradients not yet reduced, and reduced ones", "gradients", "4 P (1 + 1 / D)", 4 * (left + own))
-        return [gradients, _bucket(z, 4), *sent]
-    if z.stage == 2:
-        parts = (again + later) if z.b == 4 else 1
-        reduced = Row("float32 gradients of the own part", "gradients", "4 P / D", 4 * z.part * parts)
-        return [reduced, _bucket(z, z.b), *sent]
-    return sent
-
-
-def update_rows(z: ZeroMemory) -> Rows:
-    """Beside what lasts: in the optimizer's step."""
-    if z.stage == 0:
-        norm = Row("a gradient and its squares in float64", "buffers", "16 P_largest", 16 * z.largest)
-        return [Row("gradients", "gradients", "b P", z.b * z.total), norm]
-    if z.is_bf16_optimizer:
-        return [Row("gradients", "gradients", "b P", z.b * z.total)]
-    if z.stage == 3:
-        num = 4 * min(z.part, z.sub_group)
-        return [Row("gradients as the optimizer takes them", "gradients", "4 P / D", num)]
-    own = Row("float32 gradients of the own part", "gradients", "4 P / D", 4 * z.part)
-    norm = Row("largest gradient in the norm's type", "buffers", "8 P_largest", 8 * min(z.largest, z.part))
-    if z.b == 4 and z.part * 4 > norm.num_bytes:
-        return [own, Row("the same in one tensor", "gradients", "4 P / D", 4 * z.part)]
-    return [own, norm]
-
-
-def _bucket(z: ZeroMemory, num_bytes: int) -> Row:
-    num = num_bytes * z.num_buckets * z.bucket
-    return Row("reduce bucket", "buffers", f"{num_bytes} reduce_bucket_size", num)
+def zero_memory(job: Job, s: Letters) -> ZeroMemory:
+    """Return the states of a rank; `job.zero` is the engine's block, its sizes as numbers."""
+    stage, bucket = job.zero_stage, zero_number(job.zero, "reduce_bucket_size")
+    bucket_size = Term(bucket, "M") if isinstance(s.b, Term) else bucket
+    return ZeroMemory(
+        s=s,
+        stage=stage,
+        accumulates=job.accumulation > 1,
+        bucket=bucket_size,
+        num_buckets=2 if job.zero.get("overlap_comm", False) and stage in (1, 2) else 1,
+        sub_group=zero_number(job.zero, "sub_group_size"),
+        weights=weights_of(job) if stage == 3 and job.layout.dp > 1 else None,
+        part=ceil(s.P / s.dp),
+        filled=min(s.P, max(bucket_size, s.P_largest)),
+    )

@@ -1,4 +1,4 @@
-"""A summary and its savings in words, as JSON, and as one HTML page that needs nothing besides itself."""
+"""A summary and its savings in words, as JSON, and as one HTML page; beside them the timeline for Perfetto."""
 
 import base64
 import hashlib
@@ -9,13 +9,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipe.profile.savings import find_savings, print_s
-from recipe.profile.spans import Part
+from recipe.profile.savings import find_savings
 from recipe.profile.summary import EXPOSED, IDLE, WAITING, WORK, Summary
+from recipe.profile.timeline import write_timeline
 from recipe.profile.trace_file import REPORT_NAME
+from recipe.shared.units import duration
 
-FORMAT = 1
-SCRIPTS = ("tools.js", "charts.js", "timeline.js", "main.js")
+FORMAT = 2
+SCRIPTS = ("tools.js", "charts.js", "main.js")
+TIMELINE_NAME = "profile.trace.gz"  # named unlike a profiler's own, so that it is never read as one
 DECIMALS = 9  # of seconds: nanoseconds
 
 
@@ -27,11 +29,12 @@ class Written(NamedTuple):
 
 
 def write_report(summary: Summary, *, folder: Path) -> Written:
-    """Write profile.html and profile.json into a folder, which need not exist."""
+    """Write profile.html, profile.json and the timeline for Perfetto into a folder, which need not exist."""
     content = as_json(summary)
     text = json.dumps(content, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+    write_timeline(folder / TIMELINE_NAME, summary.timeline, memory=summary.memory, facts=summary.facts)
     page = folder / "profile.html"
     page.write_text(as_page(content), encoding="utf-8")
     return Written(page, text)
@@ -50,8 +53,8 @@ def describe(summary: Summary) -> Iterator[str]:
         name: sum(sum(row.seconds) for row in summary.time if row.state == state) / len(summary.ranks)
         for state, name in ((WORK, "work"), (EXPOSED, "exposed transfers"), (WAITING, "waiting"), (IDLE, "idle"))
     }
-    parts = ", ".join(f"{name} {print_s(seconds)}" for name, seconds in shares.items())
-    yield f"a step takes {print_s(summary.step_s)} on the slowest of {len(summary.ranks)} ranks: {parts}"
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in shares.items())
+    yield f"a step takes {duration(summary.step_s)} on the slowest of {len(summary.ranks)} ranks: {parts}"
     for number, saving in enumerate(find_savings(summary)[:3], start=1):
         yield f"{number}. {saving.title}. {saving.words}"
     for note in summary.notes:
@@ -61,8 +64,7 @@ def describe(summary: Summary) -> Iterator[str]:
 def as_json(summary: Summary) -> dict[str, Any]:
     """What --json prints, profile.json holds, and the page draws: names of fields as in Summary, times in seconds.
 
-    Bars of the timeline are lists in the order of the fields of WorkBar and TransferBar; a part is its place in
-    `timeline.parts`, an operator's name its place in `timeline.names`.
+    `timeline` names the file for Perfetto that lies beside it.
     """
     facts = summary.facts
     model = facts.get("model", "")
@@ -80,7 +82,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "savings": _plain(find_savings(summary)),
         **{name: _plain(getattr(summary, name)) for name in ("time", "transfers", "points", "imbalance")},
         "memory": [{**_plain(line), "points": [[_plain(t), num] for t, num in line.points]} for line in summary.memory],
-        "timeline": _timeline(summary),
+        "timeline": TIMELINE_NAME,
         "notes": summary.notes,
     }
 
@@ -117,21 +119,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return round(value, DECIMALS) if isinstance(value, float) else value
-
-
-def _timeline(summary: Summary) -> dict[str, Any]:
-    parts: dict[Part, int] = {}
-    names: dict[str, int] = {}
-
-    def row(values: Sequence[Any]) -> list[Any]:
-        return [parts.setdefault(v, len(parts)) if isinstance(v, Part) else _plain(v) for v in values]
-
-    ranks = [
-        {
-            "rank": timeline.rank,
-            "work": [[*row(bar[:-1]), names.setdefault(bar.name, len(names))] for bar in timeline.works],
-            "transfers": [row(bar) for bar in timeline.transfers],
-        }
-        for timeline in summary.timeline
-    ]
-    return {"step": summary.timeline_step, "parts": _plain(list(parts)), "names": list(names), "ranks": ranks}

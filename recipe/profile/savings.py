@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from recipe.profile.summary import COPIES, EXPOSED, IDLE, WAITING, WORK, Summary, TransferRow
+from recipe.shared.units import duration, sent_size, size
 
 SHORT_BYTES = 16 * 1024  # that a rank sends in a collective; below it the number of calls is what counts
 LEAST_SHARE = 0.002  # of a step, to be worth a sentence
@@ -35,22 +36,6 @@ def find_savings(summary: Summary) -> list[Saving]:
     return sorted((s for s in found if s.seconds > LEAST_SHARE * summary.step_s), key=lambda s: -s.seconds)
 
 
-def print_s(seconds: float) -> str:
-    """With three digits: 1.23 s, 45.6 ms, 789 us."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size * 0.9995:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
-def print_bytes(num_bytes: float) -> str:
-    """In powers of 1000, as links are: 1.23 GB, 45.6 MB, 789 B."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size * 0.9995:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.3g} B"
-
-
 def _count(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
@@ -62,10 +47,10 @@ def _exposed(summary: Summary) -> Iterator[Saving]:
         if not total_s:
             continue
         words = (
-            f"{_count(row.num_calls)} {name} a step move for {print_s(total_s)}, of which "
+            f"{_count(row.num_calls)} {name} a step move for {duration(total_s)}, of which "
             f"{row.hidden_s / total_s:.0%} is behind work.{_speed(row)} {_hide(row, summary)}"
         )
-        yield Saving(row.exposed_s, f"Hide {print_s(row.exposed_s)} of {name} for {among}", words)
+        yield Saving(row.exposed_s, f"Hide {duration(row.exposed_s)} of {name} for {among}", words)
 
 
 def _speed(row: TransferRow) -> str:
@@ -73,8 +58,8 @@ def _speed(row: TransferRow) -> str:
         return ""
     assert row.sent_bytes is not None
     if row.sent_bytes / row.num_calls < SHORT_BYTES:
-        return f" A rank sends {print_bytes(row.sent_bytes / row.num_calls)} in each, so most of it is latency."
-    achieved = f" A rank sends {print_bytes(row.bytes_per_s)}/s"
+        return f" A rank sends {sent_size(row.sent_bytes / row.num_calls)} in each, so most of it is latency."
+    achieved = f" A rank sends {sent_size(row.bytes_per_s)}/s"
     if row.link_bytes_per_s is None:
         return f"{achieved}."
     return f"{achieved}, {row.bytes_per_s / row.link_bytes_per_s:.0%} of the link."
@@ -123,25 +108,25 @@ def _waiting(summary: Summary) -> Iterator[Saving]:
     extra_s, rank = max(worst.seconds) - mean_s, summary.ranks[worst.seconds.index(max(worst.seconds))]
     words = (
         f"Ranks wait for slower ones in collectives. The work that differs most is {worst.kind}: rank {rank} takes "
-        f"{worst.max_over_mean:.3g} times the mean, {print_s(extra_s)} more."
+        f"{worst.max_over_mean:.3g} times the mean, {duration(extra_s)} more."
     )
     if extra_s < waiting_s / 4:
         words += " That explains little of it: ranks come late for what the host does, not for their work."
     elif worst.kind == "experts" and summary.facts.get("layout", {}).get("ep", 1) > 1:
         words += ' Even whole experts out with "resident_experts" or `gather-moe place`, or slice them ("ep": 1).'
-    yield Saving(waiting_s, f"Even out the ranks: {print_s(waiting_s)} of waiting", words)
+    yield Saving(waiting_s, f"Even out the ranks: {duration(waiting_s)} of waiting", words)
 
 
 def _idle(summary: Summary) -> Iterator[Saving]:
     idle_s, before_s = _mean_seconds(summary, IDLE), summary.idle_before_s
     words = f"Neither work nor a transfer runs for {idle_s / summary.step_s:.0%} of the step."
     if before_s > idle_s / 2:
-        words += f" {print_s(before_s)} of it is before anything runs: data comes late, try --dataloader_num_workers."
+        words += f" {duration(before_s)} of it is before anything runs: data comes late, try --dataloader_num_workers."
     elif summary.device == "cuda":
         words += " The host launches too slowly: CUDA graphs, or more tokens in a micro-batch."
     else:
         words += " It is what the host does between operators: more tokens in a micro-batch make it a smaller share."
-    yield Saving(idle_s, f"Fill {print_s(idle_s)} in which nothing runs", words)
+    yield Saving(idle_s, f"Fill {duration(idle_s)} in which nothing runs", words)
 
 
 def _recompute(summary: Summary) -> Iterator[Saving]:
@@ -149,14 +134,14 @@ def _recompute(summary: Summary) -> Iterator[Saving]:
     seconds = sum(sum(row.seconds) for row in rows if row.state == WORK) / len(summary.ranks)
     peak = max((line.peak_bytes for line in summary.memory if line.whole), default=None)
     words = "Blocks are computed again in the backward: without gradient_checkpointing where memory allows"
-    words += "." if peak is None else f"; the peak is {peak / 2**30:.3g} GiB now."
-    yield Saving(seconds, f"Keep activations: {print_s(seconds)} of recomputation", words)
+    words += "." if peak is None else f"; the peak is {size(peak)} now."
+    yield Saving(seconds, f"Keep activations: {duration(seconds)} of recomputation", words)
 
 
 def _copies(summary: Summary) -> Iterator[Saving]:
     seconds = _mean_seconds(summary, COPIES)
     words = "Copies from or to the host run with nothing beside them: pinned memory and non_blocking=True, or fewer."
-    yield Saving(seconds, f"Hide {print_s(seconds)} of copies", words)
+    yield Saving(seconds, f"Hide {duration(seconds)} of copies", words)
 
 
 def _mean_seconds(summary: Summary, state: str) -> float:

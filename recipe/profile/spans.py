@@ -10,9 +10,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from recipe.plan.sent import ring_bytes
-from recipe.profile.host import Context, Host, Placed, read_host
-from recipe.profile.names import NCCL, collective_op, dtype_bytes, kind_of_kernel
+from recipe.profile.host import (
+    NCCL,
+    Context,
+    Host,
+    Placed,
+    collective_op,
+    dtype_bytes,
+    kind_of_kernel,
+    read_host,
+)
 from recipe.profile.trace_file import BROKEN, Event, Trace, unreadable, whole_number
 
 FROM_OR_TO_HOST = ("HtoD", "DtoH")
@@ -226,11 +233,10 @@ def sent_bytes(op: str, *, given_bytes: float, num_ranks: int) -> float | None:
 
     Of an exchange even parts are assumed. None where it depends on which end of it a rank is.
     """
-    if op == "all_gather":
-        return ring_bytes(op, given_bytes * num_ranks, size=num_ranks)
-    if op in ("reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"):
-        return ring_bytes(op, given_bytes, size=num_ranks)
-    return {"send": given_bytes, "barrier": 0.0}.get(op)
+    share = given_bytes * (num_ranks - 1) / num_ranks
+    once = dict.fromkeys(("reduce_scatter", "all_to_all", "broadcast", "reduce"), share)
+    others = {"all_gather": share * num_ranks, "all_reduce": 2 * share, "send": given_bytes, "barrier": 0.0}
+    return {**once, **others}.get(op)
 
 
 def _numel(dims: Any) -> int:

@@ -1,21 +1,21 @@
 """Traces of all ranks taken apart into one summary: where each step's time goes, and what its transfers achieve."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from recipe.profile.account import Account, account_for
-from recipe.profile.memory_line import MemoryLine, memory_line
-from recipe.profile.notes import notes_of
+from recipe.profile.account import Account, MemoryLine, account_for, memory_line
 from recipe.profile.spans import Part, RankSpans, read_spans
-from recipe.profile.timeline import RankTimeline, rank_timeline, shown_ranks
+from recipe.profile.timeline import RankTimeline, rank_timeline
 from recipe.profile.trace_file import Trace
 from recipe.profile.transfers import (
     BandwidthPoint,
     Layout,
     Links,
+    Matched,
     Route,
     Sent,
+    Unpaired,
     bandwidth_points,
     match,
     route_of,
@@ -71,7 +71,7 @@ class Summary(NamedTuple):
     """
     step_seconds  by step, by rank
     idle_before_s of a step, before anything runs; the mean over ranks and steps
-    timeline      of one step, the one whose slowest rank is the median, of at most 16 ranks
+    timeline      of all steps
     notes         what could not be told from these traces
     """
 
@@ -87,7 +87,6 @@ class Summary(NamedTuple):
     points: list[BandwidthPoint]
     imbalance: list[Imbalance]
     memory: list[MemoryLine]
-    timeline_step: int
     timeline: list[RankTimeline]
     notes: list[str]
 
@@ -109,8 +108,6 @@ def summarise(traces: Sequence[Trace], *, links: Links) -> Summary:
     sent_of = _by_rank_and_step(matched.sent, ranks)
     accounts = [_accounts(spans, steps) for spans, steps in zip(ranks, sent_of, strict=True)]
     step_seconds = [[s.windows[i].end_s - s.windows[i].start_s for s in ranks] for i in range(len(ranks[0].windows))]
-    slowest = sorted(range(len(step_seconds)), key=lambda i: max(step_seconds[i]))
-    shown = slowest[len(slowest) // 2]
     return Summary(
         device=traces[0].device,
         world_size=traces[0].world_size or len(traces),
@@ -124,12 +121,8 @@ def summarise(traces: Sequence[Trace], *, links: Links) -> Summary:
         points=bandwidth_points(matched.sent, links=links, layout=layout),
         imbalance=_imbalances(accounts),
         memory=[line for line in map(memory_line, ranks) if line is not None],
-        timeline_step=ranks[0].windows[shown].step,
-        timeline=[
-            rank_timeline(ranks[r], shown, account=accounts[r][shown], sent=sent_of[r][shown])
-            for r in shown_ranks(len(ranks))
-        ],
-        notes=list(notes_of(ranks, matched)),
+        timeline=[rank_timeline(*of_rank) for of_rank in zip(ranks, accounts, sent_of, strict=True)],
+        notes=list(_notes(ranks, matched)),
     )
 
 
@@ -243,3 +236,47 @@ def max_over_mean(values: Sequence[float]) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _notes(ranks: Sequence[RankSpans], matched: Matched) -> Iterator[str]:
+    """Say what cannot be told from these traces."""
+    trace = ranks[0].trace
+    if not all(spans.trace.says_rank for spans in ranks):
+        yield "some traces do not say their rank: they are numbered in the order of their names"
+    if trace.world_size is not None and trace.world_size > len(ranks):
+        yield f"{len(ranks)} of {trace.world_size} ranks have a trace here; waiting is counted among those alone"
+    elif len(ranks) == 1:
+        yield "one rank alone cannot show for whom it waits; all of an exposed transfer counts as moving"
+    yield from _unpaired(matched.unpaired)
+    if not any(window.step for window in ranks[0].windows):
+        yield "the program marked no steps (torch.profiler's step()); the whole trace counts as one"
+    if any(one.transfer.sent_bytes is None and one.transfer.op not in ("recv", "send_recv") for one in matched.sent):
+        yield "some collectives do not say how much they carry; the profiler of torch 2.2 and later writes it"
+    if not any(work.part.layer is not None for spans in ranks for work in spans.works):
+        yield "no layers are named in this trace; record with --profile_steps, or with_stack=True elsewhere"
+    if trace.facts.get("parallel", {}).get("cuda_graph"):
+        yield "blocks that are replayed as CUDA graphs have one name: their time counts as their layer's rest"
+    if trace.device == "cpu":
+        yield "on a CPU idle is also Python between operators, which the recording itself makes slower"
+
+
+def _unpaired(groups: Sequence[Unpaired]) -> Iterator[str]:
+    """One sentence an operation and cause, however many groups there are."""
+    for op in sorted({group.op for group in groups}):
+        alone = [group for group in groups if group.op == op and len(group.num_calls) == 1]
+        uneven = [group for group in groups if group.op == op and len(group.num_calls) > 1]
+        if alone:
+            ranks = ", ".join(map(str, sorted({rank for group in alone for rank in group.num_calls})[:4]))
+            more = ", …" if len(alone) > 4 else ""
+            yield (
+                f"no other trace has the {op} calls of rank {ranks}{more}, or it does not say so; waiting in them "
+                "counts as moving"
+            )
+        if uneven:
+            calls = uneven[0].num_calls
+            few, many = min(calls, key=lambda rank: calls[rank]), max(calls, key=lambda rank: calls[rank])
+            yield (
+                f"{op} calls of {len(uneven)} group{'s' if len(uneven) > 1 else ''} cannot be paired, since ranks have "
+                f"different numbers of them (rank {few} {calls[few]}, rank {many} {calls[many]}); waiting in them "
+                "counts as moving"
+            )

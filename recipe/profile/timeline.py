@@ -1,86 +1,160 @@
-"""One step as bars on a time axis, a lane for work and one for transfers of every rank, few enough for a page."""
+"""The recorded steps of all ranks as one file for Perfetto: a process a rank, its parts, operators, transfers, memory.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+The Trace Event Format, which ui.perfetto.dev and chrome://tracing read. Slices on one thread of it must nest, so spans
+that overlap, as those of several streams do, get a thread each.
+"""
 
-from recipe.profile.account import Account
-from recipe.profile.spans import Part, RankSpans, Work
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from recipe.profile.account import Account, MemoryLine
+from recipe.profile.spans import Copy, Part, RankSpans, Transfer, Window, Work
 from recipe.profile.transfers import Sent
 
-MAX_RANKS = 16
-# Work that follows on work of the same part within this share of the step is drawn as one bar.
+# Work that follows on work of the same part within this share of a step is drawn inside one slice.
 GAP_SHARE = 1 / 4000
 
-
-class WorkBar(NamedTuple):
-    """`num_operators` of one part with hardly anything between; `name` is that of the longest."""
-
-    start_s: float
-    end_s: float
-    part: Part
-    num_operators: int
-    name: str
+Slice = dict[str, Any]
+Item = TypeVar("Item")
 
 
-class TransferBar(NamedTuple):
-    start_s: float
-    end_s: float
-    op: str
-    part: Part
-    sent_bytes: float | None
+class SlicedTransfer(NamedTuple):
+    """A collective, and what its seconds count as where nothing else hides them."""
+
+    transfer: Transfer
     hidden_s: float
     exposed_s: float
     waiting_s: float
 
 
 class RankTimeline(NamedTuple):
-    """Seconds since the step's start on this rank. Clocks of several machines are not compared."""
+    """All recorded steps of a rank, on the trace's clock."""
 
     rank: int
-    works: list[WorkBar]
-    transfers: list[TransferBar]
+    steps: list[Window]
+    works: list[Work]
+    transfers: list[SlicedTransfer]
+    copies: list[Copy]
 
 
-def shown_ranks(num_ranks: int) -> list[int]:
-    """At most MAX_RANKS places among the ranks, evenly apart."""
-    count = min(num_ranks, MAX_RANKS)
-    return sorted({i * (num_ranks - 1) // max(count - 1, 1) for i in range(count)})
-
-
-def rank_timeline(spans: RankSpans, index: int, *, account: Account, sent: Sequence[Sent]) -> RankTimeline:
-    """Of the rank's step number `index`; `sent` are that step's collectives, as they were accounted for."""
-    window = spans.windows[index]
-    works = [w for w in spans.works if w.end_s > window.start_s and w.start_s < window.end_s]
-    gap_s = (window.end_s - window.start_s) * GAP_SHARE
-    bars = [
-        TransferBar(
-            start_s=one.transfer.start_s - window.start_s,
-            end_s=one.transfer.end_s - window.start_s,
-            op=one.transfer.op,
-            part=one.transfer.part,
-            sent_bytes=one.transfer.sent_bytes,
-            hidden_s=account.hidden.get(i, 0.0),
-            exposed_s=account.exposed.get(i, 0.0),
-            waiting_s=account.waiting.get(i, 0.0),
+def rank_timeline(spans: RankSpans, accounts: Sequence[Account], sent: Sequence[Sequence[Sent]]) -> RankTimeline:
+    """`accounts` and `sent` are the rank's, step by step."""
+    first_s, last_s = spans.windows[0].start_s, spans.windows[-1].end_s
+    transfers = [
+        SlicedTransfer(
+            one.transfer, account.hidden.get(i, 0.0), account.exposed.get(i, 0.0), account.waiting.get(i, 0.0)
         )
-        for i, one in enumerate(sent)
+        for account, step in zip(accounts, sent, strict=True)
+        for i, one in enumerate(step)
     ]
-    return RankTimeline(spans.trace.rank, _joined(works, gap_s=gap_s, origin_s=window.start_s), bars)
+    works = [work for work in spans.works if work.end_s > first_s and work.start_s < last_s]
+    copies = [copy for copy in spans.copies if copy.end_s > first_s and copy.start_s < last_s]
+    return RankTimeline(spans.trace.rank, spans.windows, works, transfers, copies)
 
 
-def _joined(works: Sequence[Work], *, gap_s: float, origin_s: float) -> list[WorkBar]:
-    """Bars of neighbours that belong together, named after the longest of them."""
-    bars: list[WorkBar] = []
-    longest_s = 0.0
+def write_timeline(
+    path: Path, timelines: Sequence[RankTimeline], *, memory: Sequence[MemoryLine], facts: Mapping[str, Any]
+) -> None:
+    """Write one compressed file. Every rank's first step begins at 0: clocks of machines are not compared."""
+    events = [event for timeline in timelines for event in _events(timeline)]
+    for line in memory:
+        events += [
+            {"ph": "C", "name": "memory", "pid": line.rank, "ts": _us(time_s), "args": {"bytes": num_bytes}}
+            for time_s, num_bytes in line.points
+        ]
+    content = {"displayTimeUnit": "ms", "otherData": dict(facts), "traceEvents": events}
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump(content, file, separators=(",", ":"), allow_nan=False)
+
+
+def _events(timeline: RankTimeline) -> Iterator[Slice]:
+    """Metadata and slices of a rank, thread by thread."""
+    pid, origin_s = timeline.rank, timeline.steps[0].start_s
+    gap_s = GAP_SHARE * (timeline.steps[0].end_s - origin_s)
+    yield _named("process_name", f"rank {pid}", pid=pid)
+    yield {**_named("process_sort_index", "", pid=pid), "args": {"sort_index": pid}}
+    threads = [
+        ("steps", [_slice(step, f"step {step.step}" if step.step else "all", "step") for step in timeline.steps])
+    ]
+    threads += [
+        (_numbered("transfers", i), [part for one in lane for part in _of_transfer(one)])
+        for i, lane in enumerate(_lanes(timeline.transfers, [one.transfer for one in timeline.transfers]))
+    ]
+    threads += [
+        (_numbered("work", i), list(_of_works(lane, gap_s=gap_s)))
+        for i, lane in enumerate(_lanes(timeline.works, timeline.works))
+    ]
+    threads += [
+        (_numbered("copies", i), [_slice(copy, copy.name, "copies") for copy in lane])
+        for i, lane in enumerate(_lanes(timeline.copies, timeline.copies))
+    ]
+    for tid, (name, slices) in enumerate(threads):
+        yield _named("thread_name", name, pid=pid, tid=tid)
+        yield {**_named("thread_sort_index", "", pid=pid, tid=tid), "args": {"sort_index": tid}}
+        for one in slices:
+            start_us, end_us = (_us(one.pop(end) - origin_s) for end in ("start_s", "end_s"))
+            yield {"ph": "X", "pid": pid, "tid": tid, "ts": start_us, "dur": end_us - start_us, **one}
+
+
+def _of_transfer(one: SlicedTransfer) -> Iterator[Slice]:
+    """A slice, and inside it the time in which this rank only waits for slower ones."""
+    transfer, *seconds = one
+    numbers = dict(zip(("hidden_ms", "exposed_ms", "waiting_ms"), (1e3 * s for s in seconds), strict=True))
+    args = {**_of_part(transfer.part), "sent_bytes": transfer.sent_bytes, "num_ranks": transfer.num_ranks, **numbers}
+    yield _slice(transfer, f"{transfer.op} for {transfer.part.kind}", "transfer", args)
+    if one.waiting_s > 0:
+        waits = Window(0, transfer.start_s, min(transfer.start_s + one.waiting_s, transfer.end_s))
+        yield _slice(waits, "waiting for slower ranks", "waiting")
+
+
+def _of_works(works: Sequence[Work], *, gap_s: float) -> Iterator[Slice]:
+    """A slice for each part, and inside it those of its operators or kernels."""
+    parts: list[list[Work]] = []
     for work in works:
-        duration_s = work.end_s - work.start_s
-        start_s, end_s = work.start_s - origin_s, work.end_s - origin_s
-        last = bars[-1] if bars else None
-        if last is not None and last.part == work.part and start_s - last.end_s <= gap_s:
-            name, longest_s = (work.name, duration_s) if duration_s > longest_s else (last.name, longest_s)
-            end_s = max(last.end_s, end_s)
-            bars[-1] = last._replace(end_s=end_s, num_operators=last.num_operators + 1, name=name)
+        if parts and parts[-1][-1].part == work.part and work.start_s - parts[-1][-1].end_s <= gap_s:
+            parts[-1].append(work)
         else:
-            bars.append(WorkBar(start_s, end_s, work.part, 1, work.name))
-            longest_s = duration_s
-    return bars
+            parts.append([work])
+    for inside in parts:
+        part, whole = inside[0].part, Window(0, inside[0].start_s, inside[-1].end_s)
+        layer = "" if part.layer is None else f", layer {part.layer}"
+        yield _slice(whole, f"{part.kind}{layer}, {part.phase}", part.kind, _of_part(part))
+        yield from (_slice(work, work.name, part.kind) for work in inside)
+
+
+def _lanes(items: Sequence[Item], spans: Sequence[Any]) -> list[list[Item]]:
+    """Spread items over as few lanes as keep their spans apart, in the order of their start."""
+    lanes: list[list[Item]] = []
+    ends_s: list[float] = []
+    for item, span in sorted(zip(items, spans, strict=True), key=lambda pair: pair[1].start_s):
+        free = next((i for i, end_s in enumerate(ends_s) if end_s <= span.start_s), len(lanes))
+        if free == len(lanes):
+            lanes.append([])
+            ends_s.append(0.0)
+        lanes[free].append(item)
+        ends_s[free] = span.end_s
+    return lanes
+
+
+def _slice(span: Any, name: str, category: str, args: Mapping[str, Any] | None = None) -> Slice:
+    return {"name": name, "cat": category, "start_s": span.start_s, "end_s": span.end_s, "args": dict(args or {})}
+
+
+def _of_part(part: Part) -> dict[str, Any]:
+    return {"part": part.kind, "layer": part.layer, "phase": part.phase}
+
+
+def _named(kind: str, name: str, *, pid: int, tid: int = 0) -> Slice:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _numbered(name: str, index: int) -> str:
+    return f"{name} {index + 1}" if index else name
+
+
+def _us(time_s: float) -> float:
+    """Microseconds, to the nanosecond."""
+    return round(time_s * 1e6, 3)

@@ -11,15 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from recipe.settings.config_files import ARGUMENT_FILE_SUFFIXES, load_argument_file, load_ds_config
 from recipe.settings.flags import Arguments, FlagSpec, flag_specs
 from recipe.settings.model_source import is_on_hub
+from recipe.settings.sources import load_deepspeed_json
+from recipe.shared.json_files import read_json_object, read_text
 
 __all__ = ["Arguments", "parse_arguments"]
 
 COMMAND_LINE = "on the command line"
 CALLER = "by the program that starts the run"
-DS_CONFIG_ALIASES = ("ds_config", "deepspeed", "deepspeed_config")
+ARGUMENT_FILE_SUFFIXES = (".json", ".yaml", ".yml")
+DEEPSPEED_FLAGS = ("ds_config", "deepspeed", "deepspeed_config")
 
 # Flags people bring along from other trainers that cannot hold here, and what to do instead.
 REFUSED_FLAGS = {
@@ -58,8 +60,8 @@ class _Collected:
                 self.values[name], self.places[name] = value, place
 
     def _with_one_ds_config(self, layer: Mapping[str, Any], *, place: str) -> dict[str, Any]:
-        """The layer with the DeepSpeed file under `ds_config`, whichever of its names it was given by."""
-        paths = {name: layer[name] for name in DS_CONFIG_ALIASES if name in layer}
+        """Put the DeepSpeed file of a layer under `ds_config`, whichever of its names it was given by."""
+        paths = {name: layer[name] for name in DEEPSPEED_FLAGS if name in layer}
         rest = {name: value for name, value in layer.items() if name not in paths}
         if len(set(map(str, paths.values()))) > 1:
             given = ", ".join(f"--{name} {path}" for name, path in paths.items())
@@ -76,19 +78,19 @@ class _Collected:
             return None
         if name in REFUSED_FLAGS:
             return f"--{name} {place} is not available: {REFUSED_FLAGS[name]}"
-        near = difflib.get_close_matches(name, [*self.specs, *DS_CONFIG_ALIASES], n=1, cutoff=0.6)
+        near = difflib.get_close_matches(name, [*self.specs, *DEEPSPEED_FLAGS], n=1, cutoff=0.6)
         return f"--{name} {place} is unknown; " + (f"did you mean --{near[0]}?" if near else "--help lists all flags")
 
 
 class _Words(NamedTuple):
-    """flags: the words that follow each flag. files: argument files, which belong to no flag."""
+    """The words that follow each flag, and argument files, which belong to no flag."""
 
     flags: dict[str, list[str]]
     files: list[str]
 
 
 def parse_arguments(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None) -> Arguments:
-    """Typed flags from `argv` (default: the process's own); `defaults` are the caller's, for what nobody has set.
+    """Read typed flags from `argv` (default: the process's own); `defaults` are the caller's, for what is not set.
 
     Accepts one positional .json or .yaml argument file. ValueError lists every fault; --help prints and exits with 0.
     """
@@ -138,13 +140,13 @@ def _scan(argv: list[str], *, faults: list[str]) -> _Words:
 
 
 def _values(flags: Mapping[str, list[str]], *, collected: _Collected) -> dict[str, Any]:
-    """One value per flag: its word, the list of its words, or true for a bare switch."""
+    """Take one value per flag: its word, the list of its words, or true for a bare switch."""
     values: dict[str, Any] = {}
     for name, words in flags.items():
         kind = collected.specs[name].kind if name in collected.specs else str
         if not words and name == "deepspeed":
             continue  # a bare --deepspeed says what is always true here
-        if not words and kind is not bool and (name in collected.specs or name in DS_CONFIG_ALIASES):
+        if not words and kind is not bool and (name in collected.specs or name in DEEPSPEED_FLAGS):
             collected.faults.append(f"--{name} needs a value")
         elif len(words) > 1 and kind is not tuple:
             collected.faults.append(f"--{name} takes one value, got {' '.join(words)}")
@@ -154,8 +156,9 @@ def _values(flags: Mapping[str, list[str]], *, collected: _Collected) -> dict[st
 
 
 def _lay_file_under(path: str, *, collected: _Collected) -> None:
+    """Lay an argument file under what the command line gave."""
     try:
-        layer = load_argument_file(path)
+        layer = _read_argument_file(path)
     except ValueError as error:
         collected.faults.append(str(error))
         collected.all_files_read = False
@@ -163,13 +166,28 @@ def _lay_file_under(path: str, *, collected: _Collected) -> None:
     collected.lay_under(layer, place=f"in {path}")
 
 
+def _read_argument_file(path: str) -> dict[str, Any]:
+    """Read flags as `name: value` from a .json, .yaml or .yml file."""
+    if path.endswith(".json"):
+        return read_json_object(path)
+    import yaml
+
+    try:
+        content = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; it must hold `flag: value` lines")
+    return content
+
+
 def _lay_block_under(collected: _Collected) -> None:
-    """The "arguments" block of the DeepSpeed JSON lies lowest."""
+    """Lay the "arguments" block of the DeepSpeed JSON under all other layers."""
     path = collected.values.get("ds_config")
     if path is None:
         return
     try:
-        block = load_ds_config(path).get("arguments", {})
+        block = load_deepspeed_json(path).get("arguments", {})
     except ValueError as error:
         collected.faults.append(str(error))
         collected.all_files_read = False
@@ -178,14 +196,14 @@ def _lay_block_under(collected: _Collected) -> None:
     if not isinstance(block, dict):
         collected.faults.append(f'"arguments" in {path} must be an object of flags and values, got {block!r}')
         return
-    for name in DS_CONFIG_ALIASES:
+    for name in DEEPSPEED_FLAGS:
         if name in block:
             collected.faults.append(f"--{name} {place} would name another such file; give it on the command line")
-    collected.lay_under({k: v for k, v in block.items() if k not in DS_CONFIG_ALIASES}, place=place)
+    collected.lay_under({k: v for k, v in block.items() if k not in DEEPSPEED_FLAGS}, place=place)
 
 
 def _typed(collected: _Collected) -> Arguments:
-    """The values that convert and respect their limits; a fault for each that does not."""
+    """Convert the values that can be and respect their limits; record a fault for each that cannot."""
     values: dict[str, Any] = {}
     for name, raw in collected.values.items():
         try:
@@ -199,7 +217,7 @@ def _typed(collected: _Collected) -> Arguments:
 
 
 def _combination_faults(arguments: Arguments) -> Iterator[str]:
-    """Flags that are fine alone but not together; those of the data are checked where they are read."""
+    """Yield flags that are fine alone but not together; those of the data are checked where they are read."""
     a = arguments
     if a.model_name_or_path is None and a.config_name is None:
         yield "no model is named; give --config_name (a preset such as demo, or a config.json) or --model_name_or_path"
@@ -231,7 +249,7 @@ def _combination_faults(arguments: Arguments) -> Iterator[str]:
 
 
 def _hub_faults(arguments: Arguments) -> Iterator[str]:
-    """Flags about what is pushed to the hub without a push, and a push without weights."""
+    """Yield flags about a push to the hub where there is none, and a push without weights."""
     a = arguments
     for name in ("hub_model_id", "hub_private_repo"):
         if getattr(a, name) is not None and not a.push_to_hub:
@@ -243,7 +261,7 @@ def _hub_faults(arguments: Arguments) -> Iterator[str]:
 
 
 def _help_parser(specs: Mapping[str, FlagSpec]) -> argparse.ArgumentParser:
-    """Used for its formatting of --help; the words themselves are read by `_scan`, which can list every fault."""
+    """Make a parser that formats --help; the words themselves are read by `_scan`, which can list every fault."""
     parser = argparse.ArgumentParser(
         prog="run_pretrain.py",
         description="Pretrain a Mixture-of-Experts language model with DeepSpeed.",

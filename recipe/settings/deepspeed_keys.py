@@ -1,4 +1,4 @@
-"""Which keys a DeepSpeed JSON may hold: known, ours, refused with a reason, and the nearest valid one to a typo.
+"""The keys a DeepSpeed JSON may hold: known, ours, refused with a reason, and the nearest valid one to a typo.
 
 DeepSpeed ignores an unknown top-level key without a word, so every key is checked here first. A test holds these
 tables against the installed DeepSpeed.
@@ -223,7 +223,7 @@ FIXED_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def look_up(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, or None where it or a block on the way is absent."""
+    """Return the value at a dotted path, or None where it or a block on the way is absent."""
     node: Any = config
     for key in path.split("."):
         if not isinstance(node, Mapping) or key not in node:
@@ -232,38 +232,38 @@ def look_up(config: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-def unknown_keys(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(dotted path, fault with the nearest valid key) for every key that nobody reads."""
+def unknown_keys(deepspeed_json: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, fault with the nearest valid key) for every key that nobody reads."""
     top = (*PASSED_KEYS, *MERGED_KEYS, *OUR_BLOCKS)
-    for key in ds_config:
+    for key in deepspeed_json:
         if key not in top and key not in REFUSED_BLOCKS and key not in REMOVED_BLOCKS:
             yield key, f'unknown key "{key}"' + _nearest(key, top)
     for path, known in NESTED_KEYS.items():
-        block = look_up(ds_config, path)
+        block = look_up(deepspeed_json, path)
         for key in block if isinstance(block, Mapping) else ():
             if key not in known:
                 yield f"{path}.{key}", f'unknown key "{path}.{key}"' + _nearest(key, known)
 
 
-def refused_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Blocks and values that cannot hold here, each with its reason."""
-    for key, value in ds_config.items():
+def refused_keys(deepspeed_json: Mapping[str, Any]) -> Iterator[str]:
+    """Yield blocks and values that cannot hold here, each with its reason."""
+    for key, value in deepspeed_json.items():
         if key in REMOVED_BLOCKS:
             yield f'"{key}" was removed from DeepSpeed; leave it out'
         elif key in REFUSED_BLOCKS and not _is_off(value):
             yield f'"{key}" cannot be used: {REFUSED_BLOCKS[key]}'
-    if look_up(ds_config, "torch_autocast.enabled") not in (None, False):
+    if look_up(deepspeed_json, "torch_autocast.enabled") not in (None, False):
         yield '"torch_autocast" cannot be used: it would cast the float32 router; use "bf16"'
     for path, allowed, reason in FIXED_VALUES:
-        value = look_up(ds_config, path)
+        value = look_up(deepspeed_json, path)
         if value is not None and value not in allowed:
             instead = f"must be {allowed[0]!r}" if allowed else "must be left out"
             yield f'"{path}": {value!r} cannot be used: it {instead}, since {reason}'
 
 
-def size_faults(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Sizes of ZeRO that are no whole numbers; those that are written as text among them."""
-    block = look_up(ds_config, "zero_optimization")
+def size_faults(deepspeed_json: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sizes of ZeRO that are no whole numbers, such as those that are written as text."""
+    block = look_up(deepspeed_json, "zero_optimization")
     for key in ZERO_SIZES if isinstance(block, Mapping) else ():
         value = block.get(key)
         if value is None or value == "auto":
@@ -272,16 +272,16 @@ def size_faults(ds_config: Mapping[str, Any]) -> Iterator[str]:
             yield f'"zero_optimization.{key}": {value!r} must be a whole number, as 500000000 or 5e8 without quotes'
 
 
-def shape_faults(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Blocks that are not objects."""
+def shape_faults(deepspeed_json: Mapping[str, Any]) -> Iterator[str]:
+    """Yield blocks that are not objects."""
     for path in (*NESTED_KEYS, "arguments"):
-        block = look_up(ds_config, path)
+        block = look_up(deepspeed_json, path)
         if block is not None and not isinstance(block, Mapping):
             yield f'"{path}" must be an object of keys and values, got {block!r}'
 
 
 def auto_paths(node: Any, *, path: str = "") -> Iterator[str]:
-    """Dotted paths of every value that is still "auto"."""
+    """Yield the dotted path of every value that is still "auto"."""
     if node == "auto":
         yield path
     elif isinstance(node, Mapping):

@@ -11,8 +11,8 @@ from typing import Any
 from modeling.execution import BY_MASK, CHOICES, PER_DOCUMENT, Execution, dtype_faults, resident_faults
 from modeling.layout import ModelSizes, ParallelLayout
 from recipe.settings.deepspeed_keys import look_up
+from recipe.settings.flags import convert
 from recipe.settings.sources import Sources
-from recipe.settings.values import convert
 
 # The major versions whose grouped product in bf16 leaves its offsets on the device.
 SYNC_FREE_CAPABILITIES = (9, 10)
@@ -167,7 +167,7 @@ class GraphFacts:
 
 def settle_graphs(sources: Sources, *, facts: GraphFacts) -> bool:
     """ "auto" takes graphs where they are possible and notes what stands in the way; `true` there is a fault."""
-    block = look_up(sources.ds_config, "parallel")
+    block = look_up(sources.json, "parallel")
     wish = block.get("cuda_graph", "auto") if isinstance(block, Mapping) else "auto"
     reasons = "; ".join(_eager_reasons(facts, attention=sources.arguments.attn_implementation))
     if wish == "auto":

@@ -1,17 +1,19 @@
-"""Every flag of a training run, declared once: its name, type, default, group, limits and help.
+"""Every flag of a training run, declared once: its name, type, default, group, limits and help; and reading values.
 
 Names are those of transformers' `run_clm.py` and `TrainingArguments` wherever the thing exists there. Standard
 library only, so that `--help` prints without loading torch.
 """
 
+import json
+import math
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from recipe.settings.values import convert
+from modeling.spec import BALANCE_SCOPES, STOCK_TYPES
 
 SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup")
 
@@ -30,7 +32,7 @@ class FlagSpec:
     at_most: float | None = None
 
     def read(self, raw: object) -> Any:
-        """`raw`, a text or a JSON value, as the flag's type; ValueError where it is none or breaks a limit."""
+        """Read a text or a JSON value as the flag's type; ValueError where it is none or breaks a limit."""
         if raw is None and self.default is None:
             return None
         value = convert(raw, kind=self.kind)
@@ -161,7 +163,7 @@ class Arguments:
     balance_scope: str = _loss(
         "over what load is balanced; only `sequence` is the same in every layout",
         default="sequence",
-        choices=("sequence", "micro_batch", "global_batch"),
+        choices=BALANCE_SCOPES,
     )
     balance_bias_update_rate: float = _loss(
         "step of the routers' biases that even the load out without a loss; 0: biases stay, or there are none",
@@ -207,9 +209,7 @@ class Arguments:
     hf_save: str = _save(
         "which checkpoints carry Hugging Face weights", default="every", choices=("every", "last", "never")
     )
-    hf_format: str = _save(
-        "model type of those weights", default="auto", choices=("auto", "native", "qwen3_moe", "mixtral", "olmoe")
-    )
+    hf_format: str = _save("model type of those weights", default="auto", choices=("auto", "native", *STOCK_TYPES))
     hf_dtype: str = _save(
         "their precision; auto: that of the run", default="auto", choices=("auto", "float32", "bfloat16", "float16")
     )
@@ -222,12 +222,12 @@ class Arguments:
     hub_names: tuple[str, ...] = ()
 
     def place(self, name: str) -> str:
-        """Where a flag was set, like "on the command line"."""
+        """Return where a flag was set, like "on the command line"."""
         return self.given.get(name, "by default")
 
 
 def flag_specs() -> dict[str, FlagSpec]:
-    """All flags by name, in the order they are declared."""
+    """Return all flags by name, in the order they are declared."""
     hints = get_type_hints(Arguments)
     defaults = Arguments()
     return {
@@ -238,8 +238,93 @@ def flag_specs() -> dict[str, FlagSpec]:
 
 
 def _plain(hint: Any) -> type:
-    """`int | None` -> int, `tuple[str, ...]` -> tuple, `Mapping[str, Any]` -> dict."""
+    """Return int for `int | None`, tuple for `tuple[str, ...]`, dict for `Mapping[str, Any]`."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))
     plain: type = get_origin(hint) or hint
     return dict if plain is abc.Mapping else plain
+
+
+def convert(value: object, *, kind: type) -> Any:
+    """Read `value` as a `kind` (str, int, float, bool, tuple of strings, dict); ValueError where it is none."""
+    converters = {str: _string, int: _integer, float: _number, bool: _truth, tuple: _strings, dict: _mapping}
+    return converters[kind](value)
+
+
+def same_value(left: object, right: object) -> bool:
+    """Compare as settings: 1e-4 equals 0.0001, 1 equals 1.0, (0.9, 0.95) equals [0.9, 0.95]; true is not 1."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(same_value(a, b) for a, b in zip(left, right, strict=True))
+    return left == right
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a text; put it in quotes")
+    return value
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            raise ValueError(f"{value!r} is not a whole number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(value)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{value!r} is not a number")
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is not a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is not a finite number")
+    return number
+
+
+def _truth(value: object) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    raise ValueError(f"{value!r} is neither true nor false")
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Sequence) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ValueError(f"{value!r} is not a list of texts")
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is neither key=value,key=value nor a JSON object")
+    if value.lstrip().startswith("{"):
+        try:
+            return dict(json.loads(value))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{value!r} is not a JSON object: {error}") from None
+    return dict(_pair(part) for part in value.split(",") if part)
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """Read `num_experts=16` as ("num_experts", 16); a value that is not JSON stays the text it is."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(f"{text!r} is not key=value")
+    try:
+        return key.strip(), json.loads(value)
+    except json.JSONDecodeError:
+        return key.strip(), value

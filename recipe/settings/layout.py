@@ -1,4 +1,4 @@
-"""Settles the group layout and the batch arithmetic together, since "auto" sizes must leave whole tokens per rank.
+"""The group layout and the batch sizes, settled together, since "auto" sizes must leave whole tokens per rank.
 
 DeepSpeed's "world" is dp: the tp ranks of a group share one micro-batch, so
 train_batch_size = micro x accumulation x dp.
@@ -22,8 +22,8 @@ from modeling.layout import (
 )
 from recipe.settings.deepspeed_keys import look_up
 from recipe.settings.execution import WorldInfo, settle_backend, settle_choice, settle_execution
+from recipe.settings.flags import convert
 from recipe.settings.sources import Sources
-from recipe.settings.values import convert
 
 MICRO_KEY = "train_micro_batch_size_per_gpu"
 ACCUMULATION_KEY = "gradient_accumulation_steps"
@@ -33,17 +33,8 @@ ROW_ALIGNMENT = {"bf16": 8, "fp32": 4}  # elements that the widths of torch's gr
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelOptions:
-    """The "parallel" block with nothing left open."""
-
-    tp: int
-    ep: int
-    execution: Execution
-
-
-@dataclass(frozen=True, kw_only=True)
 class BatchWish:
-    """What was asked for; `None` where it may be derived from the others."""
+    """The batch sizes that were asked for; None where one may be derived from the others."""
 
     micro: int | None
     accumulation: int | None
@@ -72,7 +63,7 @@ class _Search:
     strategy: str
 
     def faults_of(self, layout: ParallelLayout) -> list[str]:
-        """Every rule that `layout` breaks, with the batch that it would get."""
+        """List every rule that `layout` breaks with the batch that it would get."""
         batch = BatchSizes(num_sequences=solve_batch(self.wish, dp=layout.dp).micro, block_size=self.block_size)
         request = LayoutRequest(
             sizes=self.sizes,
@@ -91,7 +82,7 @@ class _Search:
         return faults
 
     def widest(self, *, ep: int | None = None) -> ParallelLayout | None:
-        """The largest group, at most a node's ranks, that breaks no rule and leaves the batch sizes whole."""
+        """Find the largest group, at most a node's ranks, that breaks no rule and leaves the batch sizes whole."""
         candidates = fitting_layouts(
             self.sizes,
             world_size=self.ranks.world_size,
@@ -106,14 +97,16 @@ class _Search:
 
 
 class Settled(NamedTuple):
+    """The "parallel" block and the batch sizes with nothing left open but `execution.cuda_graph`."""
+
     layout: ParallelLayout
     batch: Batch
-    options: ParallelOptions
+    execution: Execution
 
 
 def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, precision: str) -> Settled:
-    """Layout, batch and "parallel" options; what does not fit is added to the faults of `sources`."""
-    block = look_up(sources.ds_config, "parallel")
+    """Settle layout, batch and execution; what does not fit is added to the faults of `sources`."""
+    block = look_up(sources.json, "parallel")
     block = block if isinstance(block, Mapping) else {}
     backend = settle_backend(sources, block=block, ranks=ranks, precision=precision)
     search = _Search(
@@ -136,7 +129,7 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, prec
     )
     if search.strategy == "auto" and layout.tp > 1:
         sources.notes += _strategy_notes(search, layout, regather=execution.regather)
-    return Settled(layout, batch, ParallelOptions(tp=layout.tp, ep=layout.ep, execution=execution))
+    return Settled(layout, batch, execution)
 
 
 def solve_batch(wish: BatchWish, *, dp: int) -> Batch:
@@ -154,7 +147,7 @@ def solve_batch(wish: BatchWish, *, dp: int) -> Batch:
 
 
 def batch_faults(wish: BatchWish, *, layout: ParallelLayout) -> Iterator[str]:
-    """One fault where the three sizes do not multiply out."""
+    """Yield a fault where the three sizes do not multiply out."""
     micro, accumulation, total = solve_batch(wish, dp=layout.dp)
     if wish.total is None or wish.total == total:
         return
@@ -174,9 +167,10 @@ def batch_faults(wish: BatchWish, *, layout: ParallelLayout) -> Iterator[str]:
 
 
 def _batch_wish(sources: Sources) -> BatchWish:
+    """Read the batch sizes of the flags and the JSON."""
     micro = sources.read("per_device_train_batch_size", paths=(MICRO_KEY,))
     accumulation = sources.read("gradient_accumulation_steps", paths=(ACCUMULATION_KEY,))
-    total = look_up(sources.ds_config, TOTAL_KEY)
+    total = look_up(sources.json, TOTAL_KEY)
     if total not in (None, "auto"):
         try:
             total = convert(total, kind=int)
@@ -187,8 +181,8 @@ def _batch_wish(sources: Sources) -> BatchWish:
         sources.faults.append(f'"{TOTAL_KEY}" in {sources.file}: {total} is too small; the least is 1')
         total = None
     return BatchWish(
-        micro=micro.value if micro.place else None,
-        accumulation=accumulation.value if accumulation.place else None,
+        micro=micro.value if micro.origin else None,
+        accumulation=accumulation.value if accumulation.origin else None,
         total=None if total == "auto" else total,
         default_micro=sources.arguments.per_device_train_batch_size,
         evaluated=sources.arguments.per_device_eval_batch_size,
@@ -196,7 +190,7 @@ def _batch_wish(sources: Sources) -> BatchWish:
 
 
 def _choose_layout(sources: Sources, *, block: Mapping[str, Any], search: _Search) -> ParallelLayout:
-    """The layout asked for; for each "auto", the widest group and then the most whole experts per rank that fit."""
+    """Take the layout asked for; for each "auto", the widest group, then the most whole experts per rank that fit."""
     world_size = search.ranks.world_size
     tp, ep = (_size(sources, block=block, key=key) for key in ("tp", "ep"))
     if tp is not None:
@@ -214,7 +208,7 @@ def _choose_layout(sources: Sources, *, block: Mapping[str, Any], search: _Searc
 
 
 def _size(sources: Sources, *, block: Mapping[str, Any], key: str) -> int | None:
-    """A whole number, or None for "auto" or an absent key."""
+    """Read a whole number; None for "auto" or an absent key."""
     value = block.get(key, "auto")
     if value == "auto":
         return None
@@ -226,7 +220,7 @@ def _size(sources: Sources, *, block: Mapping[str, Any], key: str) -> int | None
 
 
 def _with_widest_fit(faults: Sequence[str], *, search: _Search) -> list[str]:
-    """The faults, and a last line with a layout that breaks none of these rules, where there is one."""
+    """Add a last line with a layout that breaks none of these rules, where there is one."""
     widest = search.widest() if faults else None
     if widest is None:
         return list(faults)
@@ -237,7 +231,7 @@ def _with_widest_fit(faults: Sequence[str], *, search: _Search) -> list[str]:
 
 
 def _strategy_notes(search: _Search, layout: ParallelLayout, *, regather: bool) -> Iterator[str]:
-    """What "auto" takes for the shapes of training and evaluation; the layer decides anew for every micro-batch."""
+    """Say what "auto" takes for the shapes of training and evaluation; a layer decides again for every micro-batch."""
     micro = solve_batch(search.wish, dp=layout.dp).micro
     shapes = dict.fromkeys((micro, search.wish.evaluated or micro))
     for num_tokens in (sequences * search.block_size for sequences in shapes):

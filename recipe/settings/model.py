@@ -1,4 +1,4 @@
-"""How a preset, file, folder or hub name and overrides become the keyword arguments of a model's config, all checked.
+"""A preset, file, folder or hub name and overrides as the keyword arguments of a model's config, all checked.
 
 Standard library only: the sizes are known before torch is loaded.
 """
@@ -8,24 +8,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from modeling.layout import ModelSizes
+from modeling.spec import (
+    FLOATS,
+    LOSS_SETTINGS,
+    NEEDED,
+    ROPE_THETA,
+    RULES,
+    ModelSizes,
+    default_of,
+    spec_of,
+    value_faults,
+)
 from recipe.settings.flags import Arguments
-from recipe.settings.model_files import LOSS_SETTINGS, ModelFile, read_model_file, with_origin, with_rope_parameters
+from recipe.settings.model_files import ModelFile, read_model_file, with_origin, with_rope_parameters
 from recipe.settings.model_source import CONFIG_NAME, HubError, HubModel, fetch_config, is_on_hub
-from recipe.settings.model_values import FLOATS, NEEDED, RULES, value_faults
 from recipe.settings.presets import PRESETS
 
-# What the model's configuration takes where a setting is not named; a test holds it against the class.
-DEFAULTS: Mapping[str, Any] = {
-    "intermediate_size": 6144,
-    "qk_norm": "head",
-    "tie_word_embeddings": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-}
-ROPE_THETA = 10000.0
 CONFIG_FLAG = "--config_name"
 
 # What the weights of a model that is trained on are made of, so that no override can change it.
@@ -39,7 +37,7 @@ SUM_TO_ONE: Mapping[str, Any] = {"norm_topk_prob": True, "routed_scaling_factor"
 
 
 class ModelSettings(NamedTuple):
-    """kwargs: keyword arguments of GatherMoeConfig. notes: what the run does otherwise than the file it read."""
+    """Keyword arguments of GatherMoeConfig, and notes on what the run does otherwise than the file it read."""
 
     kwargs: dict[str, Any]
     notes: tuple[str, ...]
@@ -53,12 +51,12 @@ class _Base(NamedTuple):
 
 
 def read_model(arguments: Arguments, *, flag: str = CONFIG_FLAG) -> ModelSettings:
-    """The model that --config_name or --model_name_or_path names, with --config_overrides applied.
+    """Read the model that --config_name or --model_name_or_path names, with --config_overrides applied.
 
-    flag  what messages call the first of them, where a command has another name for it
+    flag  what messages call the first of them, if a command has another name for it
 
-    ValueError lists every setting that is unknown, missing, not available or not of its type; a HubError where the hub
-    was asked in vain.
+    ValueError lists every setting that is unknown, missing, not available or not of its type; it is a HubError after
+    the hub did not answer.
     """
     name = f"{flag} {arguments.config_name}"
     if arguments.model_name_or_path is not None:
@@ -90,42 +88,18 @@ def read_model(arguments: Arguments, *, flag: str = CONFIG_FLAG) -> ModelSetting
 
 
 def run_options(arguments: Arguments) -> dict[str, Any]:
-    """The losses and what else of the model's configuration belongs to the run: more keyword arguments of it."""
+    """Return the losses, keyword arguments of the model's configuration that the run's flags set."""
     return {key: getattr(arguments, key) for key in LOSS_SETTINGS}
 
 
 def sizes_of(kwargs: Mapping[str, Any]) -> ModelSizes:
-    """The sizes a layout depends on, those of the config that the same `kwargs` make; of a preset, or as read."""
+    """Return the sizes of the config that `kwargs`, a preset's or as read, make."""
     assert not [key for key in NEEDED if key not in kwargs], "read_model comes first"
-    heads = kwargs["num_attention_heads"]
-    dense = _dense_layers(kwargs)
-    return ModelSizes(
-        vocab_size=kwargs["vocab_size"],
-        hidden_size=kwargs["hidden_size"],
-        num_attention_heads=heads,
-        num_key_value_heads=kwargs.get("num_key_value_heads") or heads,
-        head_dim=kwargs.get("head_dim") or kwargs["hidden_size"] // heads,
-        num_experts=kwargs["num_experts"],
-        num_experts_per_tok=kwargs["num_experts_per_tok"],
-        moe_intermediate_size=kwargs["moe_intermediate_size"],
-        intermediate_size=kwargs.get("intermediate_size", DEFAULTS["intermediate_size"]) if dense else 0,
-        max_position_embeddings=kwargs["max_position_embeddings"],
-        num_hidden_layers=kwargs["num_hidden_layers"],
-        dense_layers=dense,
-        qk_norm=kwargs.get("qk_norm", DEFAULTS["qk_norm"]),
-        tie_word_embeddings=kwargs.get("tie_word_embeddings", DEFAULTS["tie_word_embeddings"]),
-    )
-
-
-def _dense_layers(kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without experts: those named, and all but every `decoder_sparse_step`-th. All, where there are none."""
-    named, step = kwargs.get("mlp_only_layers") or (), kwargs.get("decoder_sparse_step", 1)
-    without = kwargs["num_experts"] == 0
-    return tuple(i for i in range(kwargs["num_hidden_layers"]) if without or i in named or (i + 1) % step)
+    return spec_of(kwargs).sizes
 
 
 def _read_base(arguments: Arguments, *, flag: str) -> _Base:
-    """ValueError where the name leads nowhere, or to something that is no model's configuration."""
+    """Read the model named; ValueError if the name leads nowhere or to something that is no model's configuration."""
     if arguments.model_name_or_path is not None:
         path = _config_with_weights(arguments.model_name_or_path, arguments=arguments)
         file = read_model_file(path, dense=True, longest=arguments.config_overrides.get("max_position_embeddings"))
@@ -168,7 +142,7 @@ def _config_on_hub(name: str, *, arguments: Arguments, nowhere: str) -> Path:
 
 
 def _upcycled(file: ModelFile, *, arguments: Arguments) -> dict[str, Any]:
-    """The settings of a file with weights; a dense model's become those of the experts that are made of it."""
+    """Return the settings of a file with weights; a dense model's become those of the experts made of it."""
     if not file.is_dense:
         return file.kwargs
     values = {
@@ -183,7 +157,7 @@ def _upcycled(file: ModelFile, *, arguments: Arguments) -> dict[str, Any]:
 
 
 def _weights_faults(base: _Base, *, kwargs: Mapping[str, Any], arguments: Arguments) -> Iterator[str]:
-    """What clashes with weights that exist: the wish for experts, and overrides that would make another model."""
+    """Yield what clashes with weights that exist: a wish for experts, and overrides that would make another model."""
     file = base.file
     assert file is not None
     if file.is_dense and arguments.upcycle_num_experts is None:
@@ -199,7 +173,7 @@ def _weights_faults(base: _Base, *, kwargs: Mapping[str, Any], arguments: Argume
         if key in by_flags:
             yield f"--config_overrides {key} of a dense model that is upcycled is --{by_flags[key]}"
             continue
-        default = _default(key, kwargs=base.kwargs)
+        default = default_of(key, base.kwargs)
         has, wanted = base.kwargs.get(key, default), default if value is None else value
         if key in fixed and wanted != has:
             yield f"--config_overrides {key}={value!r} cannot change weights that exist; {file.file} has {has!r}"
@@ -216,25 +190,15 @@ def _weights_faults(base: _Base, *, kwargs: Mapping[str, Any], arguments: Argume
             )
 
 
-def _default(key: str, *, kwargs: Mapping[str, Any]) -> Any:
-    """What the model's configuration takes where `kwargs` do not name a setting; None where that is not known here."""
-    width, heads = kwargs.get("hidden_size"), kwargs.get("num_attention_heads")
-    if key == "num_key_value_heads":
-        return heads
-    if key == "head_dim":
-        return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
-    return DEFAULTS.get(key)
-
-
 def _is_dynamic(kwargs: Mapping[str, Any]) -> bool:
     rope = kwargs.get("rope_parameters")
     return isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic"
 
 
 def _overridden(kwargs: Mapping[str, Any], *, overrides: Mapping[str, Any], has_weights: bool) -> dict[str, Any]:
-    """`kwargs` with `overrides`. null takes a setting back to its default; a rope keeps what is not named anew.
+    """Apply overrides: null takes a setting back to its default, and a rope keeps what is not named anew.
 
-    One that stretches the context of weights does so from the length they have learnt.
+    A rope that stretches the context of weights does so from the length they have learnt.
     """
     changed = {**kwargs, **overrides}
     before, rope = kwargs["rope_parameters"], overrides.get("rope_parameters")
@@ -273,7 +237,7 @@ def _revision_faults(arguments: Arguments) -> Iterator[str]:
 
 
 def _loss_notes(file: ModelFile, *, arguments: Arguments) -> Iterator[str]:
-    """Losses belong to the run; where the file names another value than the run uses, that is said."""
+    """Yield a note for each loss setting of the run that differs from the file's."""
     for key, theirs in file.losses.items():
         ours = getattr(arguments, key)
         if ours != theirs:

@@ -1,4 +1,4 @@
-"""Reads a config.json, ours or one of the stock types, as keyword arguments of our model's config.
+"""A config.json, ours or of a stock type, read as keyword arguments of our model's config.
 
 A setting that our model cannot express is an error, never dropped. Everything else that transformers writes is known
 here by name: it has no bearing on the function, or only one value that changes nothing.
@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modeling.execution import Execution
-from recipe.settings.config_files import load_json_object
-from recipe.settings.model_values import RULES
-
-NATIVE = "gather_moe"
+from modeling.spec import LOSS_SETTINGS, NATIVE, ROPE_THETA, RULES, STOCK_TYPES
+from recipe.shared.json_files import read_json_object
 
 
 @dataclass(frozen=True, kw_only=True)
-class StockType:
-    """How a type differs from ours.
+class FileType:
+    """How the files of a type differ from ours.
 
     renamed  its names for our settings
     implied  what it always does and never says
@@ -33,31 +31,24 @@ class StockType:
     implied: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
-    theta: float = 10000.0
+    theta: float = ROPE_THETA
     window: int | None = None
     window_is_off: bool = False
 
 
-PLAIN_ROUTING: Mapping[str, Any] = {"score_function": "softmax", "routed_scaling_factor": 1.0, "router_bias": False}
-STOCK_TYPES: Mapping[str, StockType] = {
-    NATIVE: StockType(renamed={"num_local_experts": "num_experts"}),
-    "mixtral": StockType(
-        renamed={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"},
-        implied={**PLAIN_ROUTING, "qk_norm": "none", "norm_topk_prob": True},
-        absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-        theta=1e6,
-    ),
-    "qwen3_moe": StockType(
-        renamed={"num_local_experts": "num_experts"},
-        implied={**PLAIN_ROUTING, "qk_norm": "head"},
-        absent={"num_key_value_heads": 4, "norm_topk_prob": False},
-        window_is_off=True,
-    ),
-    "olmoe": StockType(
-        renamed={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"},
-        implied={**PLAIN_ROUTING, "qk_norm": "full"},
-        absent={"norm_topk_prob": False, "rms_norm_eps": 1e-5},
-    ),
+def _stock(name: str, **differs: Any) -> FileType:
+    """One of the published types with experts; what it can say and implies is in spec.py."""
+    stock = STOCK_TYPES[name]
+    renamed = {theirs: ours for theirs, ours in stock.says.items() if theirs != ours}
+    return FileType(renamed={**EXPERTS_RENAMED, **renamed}, implied=stock.implied, **differs)
+
+
+EXPERTS_RENAMED = {"num_local_experts": "num_experts"}
+FILE_TYPES: Mapping[str, FileType] = {
+    NATIVE: FileType(renamed=EXPERTS_RENAMED),
+    "mixtral": _stock("mixtral", absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5}, theta=1e6),
+    "qwen3_moe": _stock("qwen3_moe", absent={"num_key_value_heads": 4, "norm_topk_prob": False}, window_is_off=True),
+    "olmoe": _stock("olmoe", absent={"norm_topk_prob": False, "rms_norm_eps": 1e-5}),
 }
 
 OF_EXPERTS = (
@@ -65,27 +56,21 @@ OF_EXPERTS = (
     *("norm_topk_prob", "score_function", "routed_scaling_factor", "router_bias"),
 )
 # Types without experts. A mixture of copies of their feed-forward is the same function where its weights sum to 1.
-DENSE_TYPES: Mapping[str, StockType] = {
-    "llama": StockType(implied={"qk_norm": "none"}, lacks=(*OF_EXPERTS, "clip_qkv")),
-    "mistral": StockType(
+DENSE_TYPES: Mapping[str, FileType] = {
+    "llama": FileType(implied={"qk_norm": "none"}, lacks=(*OF_EXPERTS, "clip_qkv")),
+    "mistral": FileType(
         implied={"qk_norm": "none"},
         absent={"num_key_value_heads": 8},
         lacks=(*OF_EXPERTS, "clip_qkv"),
         window=4096,
     ),
-    "qwen3": StockType(
+    "qwen3": FileType(
         implied={"qk_norm": "head"},
         absent={"num_key_value_heads": 32, "head_dim": 128},
         lacks=(*OF_EXPERTS, "clip_qkv"),
         window_is_off=True,
     ),
 }
-
-# A run sets these by flags of the same names; a file says what an earlier run used.
-LOSS_SETTINGS = (
-    *("router_aux_loss_coef", "router_z_loss_coef", "logits_z_loss_coef", "balance_scope"),
-    *("balance_bias_update_rate", "router_jitter_noise", "capacity_factor"),
-)
 
 # Say nothing about the function the model computes, or are the tokenizer's or the run's to say.
 WITHOUT_EFFECT = (
@@ -142,7 +127,7 @@ APART = ("sliding_window", "layer_types", "rope_scaling")
 
 
 class ModelFile(NamedTuple):
-    """What a config.json says.
+    """The content of a config.json.
 
     model_type  its type, None where it names none and is taken for ours
     kwargs      settings of the model under our names, without those that are null
@@ -158,7 +143,7 @@ class ModelFile(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is of a type without experts."""
+        """Return whether it is of a type without experts."""
         return self.model_type in DENSE_TYPES
 
 
@@ -170,9 +155,9 @@ def read_model_file(path: Path, *, dense: bool = False, longest: object = None) 
     ValueError where it is missing, no JSON object, or of a type that cannot be read.
     """
     file = path / "config.json" if path.is_dir() else path
-    content = load_json_object(str(file))
+    content = read_json_object(str(file))
     model_type = content.get("model_type", NATIVE)
-    types = {**STOCK_TYPES, **(DENSE_TYPES if dense else {})}
+    types = {**FILE_TYPES, **(DENSE_TYPES if dense else {})}
     if not isinstance(model_type, str) or model_type not in types:
         raise ValueError(f"{file} holds a {model_type!r}; configurations can be read of {', '.join(types)}")
     stock = types[model_type]
@@ -201,17 +186,17 @@ def read_model_file(path: Path, *, dense: bool = False, longest: object = None) 
 
 
 def with_rope_parameters(kwargs: Mapping[str, Any], *, theta: float) -> dict[str, Any]:
-    """`rope_theta`, as older files have it, as a part of `rope_parameters`; `theta` where none is named."""
+    """Put `rope_theta`, as older files have it, or else `theta` into `rope_parameters`."""
     values = dict(kwargs)
     plain = {"rope_type": "default", "rope_theta": values.pop("rope_theta", theta)}
     rope = values.get("rope_parameters", {})
-    # Something else than an object stays as it is, to be found by the rules of model_values.py.
+    # Something else than an object stays as it is, to be found by the rules of spec.py.
     values["rope_parameters"] = {**plain, **rope} if isinstance(rope, Mapping) else rope
     return values
 
 
 def with_origin(rope: Any, *, length: object) -> Any:
-    """A rope that is stretched with the `length` that it is stretched from, where it names none.
+    """Return a stretched rope with the `length` that it is stretched from, if it names none.
 
     transformers takes max_position_embeddings then, of which another value would turn all positions otherwise.
     """
@@ -221,7 +206,7 @@ def with_origin(rope: Any, *, length: object) -> Any:
 
 
 def _with_factor(rope: Any, *, length: object) -> Any:
-    """A longrope with the factor that transformers derives from max_position_embeddings, `length`, if it names none."""
+    """Return a longrope with the factor that transformers derives from max_position_embeddings, if it names none."""
     if not isinstance(rope, Mapping) or rope.get("rope_type") != "longrope" or rope.get("factor") is not None:
         return rope
     origin = rope.get("original_max_position_embeddings")
@@ -231,7 +216,7 @@ def _with_factor(rope: Any, *, length: object) -> Any:
 
 
 def _rope_from_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_scaling` of older files, which called the type `type`, as `rope_parameters`."""
+    """Return `rope_scaling` of older files, which called the type `type`, as `rope_parameters`."""
     rest = {key: value for key, value in scaling.items() if key not in ("type", "rope_type")}
     return {"rope_type": scaling.get("rope_type", scaling.get("type", "default")), **rest}
 
@@ -242,8 +227,8 @@ def _one_value_faults(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={content[key]!r} is not available, only {allowed[0]!r}"
 
 
-def _attention_faults(content: Mapping[str, Any], *, stock: StockType, longest: object) -> Iterator[str]:
-    """Windows that attention would see; one that the longest sequence fits into changes nothing."""
+def _attention_faults(content: Mapping[str, Any], *, stock: FileType, longest: object) -> Iterator[str]:
+    """Yield windows that attention would see; one that the longest sequence fits into changes nothing."""
     # A width that is not in use is written out all the same by some files.
     in_use = not stock.window_is_off or content.get("use_sliding_window")
     window = content.get("sliding_window", stock.window) if in_use else None
@@ -259,8 +244,8 @@ def _attention_faults(content: Mapping[str, Any], *, stock: StockType, longest: 
         yield f"layer_types={kinds!r} is not available, only full_attention"
 
 
-def _name_faults(named: Mapping[str, Any], *, stock: StockType) -> Iterator[str]:
-    """Settings nobody knows, two spellings of one that differ, and those that the type does not have."""
+def _name_faults(named: Mapping[str, Any], *, stock: FileType) -> Iterator[str]:
+    """Yield settings nobody knows, two spellings of one that differ, and those that the type does not have."""
     for key, value in named.items():
         ours = stock.renamed.get(key, key)
         if ours not in RULES or ours in stock.lacks:
@@ -285,7 +270,7 @@ def _rope_faults(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_same_rope(scaling: Mapping[str, Any], rope: object) -> bool:
-    """Whether both are the same; the base of the angles, which files keep apart, may be in the second alone."""
+    """Return whether both are the same; the base of the angles, which files keep apart, may be in the second alone."""
     if not isinstance(rope, Mapping):
         return False
     theta = rope.get("rope_theta")

@@ -1,4 +1,4 @@
-"""Where a model's name leads: to a file or folder of this machine, or to a repository of the Hugging Face hub.
+"""A model's name as a file or folder of this machine, or as a repository of the Hugging Face hub.
 
 Loads without torch: of the hub only configurations are read here, weights come after the ranks have met.
 """
@@ -20,7 +20,7 @@ class HubModel(NamedTuple):
 
 
 class HubError(ValueError):
-    """What the hub answered, which may be something else for each process that asks."""
+    """The hub did not give what was asked; it may answer each process otherwise."""
 
 
 class MissingFilesError(FileNotFoundError):
@@ -28,14 +28,14 @@ class MissingFilesError(FileNotFoundError):
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a model's name is one of the hub: whatever exists here under that name wins."""
+    """Return whether a model's name is one of the hub: whatever exists here under that name wins."""
     return not Path(name).exists()
 
 
 def fetch_config(model: HubModel) -> Path:
-    """The repository's config.json in this machine's cache, downloaded where it is missing or older than the hub's.
+    """Return the repository's config.json in this machine's cache, downloaded if missing or older than the hub's.
 
-    HubError where there is none to be had, in the words of `explain`. The folder it is in is named after the commit.
+    HubError, in the words of `explain`, if the hub does not give it. The folder it is in is named after the commit.
     """
     from huggingface_hub import hf_hub_download
 
@@ -46,7 +46,7 @@ def fetch_config(model: HubModel) -> Path:
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """What a look at the hub can end with.
+    """Return the errors that a request to the hub can end with.
 
     HTTPError is that of the HTTP library underneath, whichever it is; a RuntimeError comes from the library that
     moves large files, and where the server's answer lacks something.
@@ -58,7 +58,7 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
 
 def explain(error: Exception, *, model: HubModel, wanted: str) -> str:
-    """Why a repository did not give what was `wanted` of it, and what helps."""
+    """Say why a repository did not give what was `wanted` of it, and what helps."""
     from huggingface_hub import constants, errors
 
     log_in = "log in with `hf auth login` or set HF_TOKEN"

@@ -27,7 +27,7 @@ OLMOE: Mapping[str, Any] = {
 
 # The articles' own model as far as they state it: width 1024, 64 heads (of 16 numbers, then), 8 experts of 4 x 1024
 # with two per token, up to 32K positions. They name no layers and no vocabulary: 24 layers and 32,000 tokens are
-# assumed. By the rates that `gather-moe claims` assumes, their 290 ms are a step of about 21 layers. Their experts have
+# assumed. By the rates that `benchmarks/claims` assumes, their 290 ms are a step of about 21 layers. Their experts have
 # two matrices, those here three.
 ARTICLE: Mapping[str, Any] = {
     "vocab_size": 32000,

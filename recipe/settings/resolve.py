@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from modeling.execution import Execution
 from modeling.layout import ModelSizes, ParallelLayout
-from recipe.settings.config_files import load_ds_config
 from recipe.settings.deepspeed_keys import (
     MERGED_KEYS,
     OUR_BLOCKS,
@@ -23,11 +23,11 @@ from recipe.settings.deepspeed_keys import (
 )
 from recipe.settings.execution import GraphFacts, WorldInfo, settle_graphs
 from recipe.settings.flags import Arguments
-from recipe.settings.layout import Batch, ParallelOptions, settle_layout
-from recipe.settings.schedule import ScheduleOptions
+from recipe.settings.layout import Batch, settle_layout
 from recipe.settings.sources import Sources
 from recipe.settings.training import (
     OptimizerOptions,
+    ScheduleOptions,
     settle_optimizer,
     settle_precision,
     settle_schedule_options,
@@ -35,11 +35,11 @@ from recipe.settings.training import (
 )
 from recipe.shared.flops import count_parameters
 
-__all__ = ["OptimizerOptions", "ParallelOptions", "ResolvedConfig", "WorldInfo", "load_ds_config", "resolve_config"]
+__all__ = ["OptimizerOptions", "ResolvedConfig", "WorldInfo", "resolve_config"]
 
-# DeepSpeed's own progress line; ours replaces it.
+# A step that no run reaches, for DeepSpeed's own progress line: ours replaces it.
 NEVER_PRINT_STEPS = 1_000_000_000
-# Numbers that DeepSpeed sums at once where nothing else is said; ZeRO reserves room for all of them.
+# Numbers of a reduce bucket by DeepSpeed's default; ZeRO reserves room for all of them.
 BUCKET_KEY = "reduce_bucket_size"
 USUAL_BUCKET = 500_000_000
 
@@ -49,6 +49,7 @@ class ResolvedConfig:
     """Everything a run needs to know before a model is built.
 
     engine         what `deepspeed.initialize` gets as `config`
+    execution      how a step is executed: the rest of the "parallel" block
     num_sequences  B, sequences a group works on at once
     accumulation   micro-batches per optimizer step
     precision      "fp32" or "bf16"
@@ -56,8 +57,8 @@ class ResolvedConfig:
     """
 
     engine: dict[str, Any]
-    parallel: ParallelOptions
     layout: ParallelLayout
+    execution: Execution
     optimizer: OptimizerOptions
     schedule: ScheduleOptions
     num_sequences: int
@@ -76,26 +77,26 @@ class ResolvedConfig:
 def resolve_config(
     arguments: Arguments,
     *,
-    ds_config: Mapping[str, Any],
+    deepspeed_json: Mapping[str, Any],
     ranks: WorldInfo,
     sizes: ModelSizes,
     attention_dropout: float = 0.0,
     extra_faults: Sequence[str] = (),
     extra_notes: Sequence[str] = (),
 ) -> ResolvedConfig:
-    """The one configuration that `arguments` and `ds_config` agree on for these ranks and this model.
+    """Find the one configuration that the flags and the JSON agree on for these ranks and this model.
 
     ValueError lists every unknown key, refused setting, conflict and broken rule at once, together with the
-    `extra_faults` that the caller found elsewhere. `extra_notes` come first in the notes. `ds_config` stays as it is.
+    `extra_faults` that the caller found elsewhere. `extra_notes` come first in the notes.
     """
-    broken = list(shape_faults(ds_config))
+    broken = list(shape_faults(deepspeed_json))
     if broken:  # nothing inside such a block can be read
         raise _error([*broken, *extra_faults], file=arguments.ds_config)
-    sources = Sources(arguments, ds_config=ds_config)
+    sources = Sources(arguments, deepspeed_json=deepspeed_json)
     sources.notes += extra_notes
     _check_keys(sources)
     precision = settle_precision(sources)
-    layout, batch, parallel = settle_layout(sources, ranks=ranks, sizes=sizes, precision=precision)
+    layout, batch, execution = settle_layout(sources, ranks=ranks, sizes=sizes, precision=precision)
     stage = settle_zero_stage(
         sources,
         precision=precision,
@@ -106,25 +107,18 @@ def resolve_config(
         ranks=ranks,
         sizes=sizes,
         layout=layout,
-        execution=parallel.execution,
+        execution=execution,
         precision=precision,
         zero_stage=stage,
         attention_dropout=attention_dropout,
     )
-    execution = replace(parallel.execution, cuda_graph=settle_graphs(sources, facts=facts))
-    parallel = replace(parallel, execution=execution)
-    sources.faults += dropout_faults(attention_dropout, tp=layout.tp)
-    if arguments.place_experts and layout.ep == 1:
-        sources.faults.append(f"--place_experts needs whole experts that can move: ep > 1, not ep={layout.ep}")
-    if stage == 3 and execution.resident_experts:
-        sources.faults.append(
-            '"parallel.resident_experts" cannot be used with ZeRO-3, which leaves no rank whole experts to lend; use '
-            "stage 0, 1 or 2"
-        )
+    execution = replace(execution, cuda_graph=settle_graphs(sources, facts=facts))
     optimizer = settle_optimizer(sources)
     schedule = settle_schedule_options(sources, learning_rate=optimizer.learning_rate)
     engine = _engine_config(sources, batch=batch, precision=precision, stage=stage, sizes=sizes, tp=layout.tp)
     engine["gradient_clipping"] = optimizer.max_grad_norm
+    sources.faults += dropout_faults(attention_dropout, tp=layout.tp)
+    sources.faults += _whole_expert_faults(arguments, layout=layout, execution=execution, stage=stage)
     sources.faults += [
         f'"{path}" is "auto", which only Hugging Face\'s Trainer could fill in; give a value or leave it out'
         for path in auto_paths(engine)
@@ -134,8 +128,8 @@ def resolve_config(
         raise _error(sources.faults, file=arguments.ds_config)
     return ResolvedConfig(
         engine=engine,
-        parallel=parallel,
         layout=layout,
+        execution=execution,
         optimizer=optimizer,
         schedule=schedule,
         num_sequences=batch.micro,
@@ -148,23 +142,25 @@ def resolve_config(
 
 
 def _error(faults: list[str], *, file: str | None) -> ValueError:
-    """One message for all faults; the same fault found twice is said once."""
+    """Make one message of all faults; a fault that was found twice is listed once."""
     lines = "\n".join(f"  - {fault}" for fault in dict.fromkeys(faults))
     return ValueError(f"the settings ({file or 'flags only'}) cannot be used:\n{lines}")
 
 
 def _check_keys(sources: Sources) -> None:
-    for path, fault in unknown_keys(sources.ds_config):
+    """Record unknown keys, refused ones and sizes that are no numbers as faults; with the opt-out, some as notes."""
+    for path, fault in unknown_keys(sources.json):
         ours = path.partition(".")[0] in (*OUR_BLOCKS, *MERGED_KEYS)  # DeepSpeed never sees these
         if sources.arguments.allow_unknown_ds_keys and not ours:
             sources.notes.append(f"{fault} (passed on, since --allow_unknown_ds_keys is set)")
         else:
             sources.faults.append(fault if ours else f"{fault}; --allow_unknown_ds_keys passes it on")
-    sources.faults += refused_keys(sources.ds_config)
-    sources.faults += size_faults(sources.ds_config)
+    sources.faults += refused_keys(sources.json)
+    sources.faults += size_faults(sources.json)
 
 
 def dropout_faults(attention_dropout: float, *, tp: int) -> Iterator[str]:
+    """Yield why attention dropout cannot be used by the ranks of a group."""
     if attention_dropout > 0 and tp > 1:
         yield (
             f"attention_dropout={attention_dropout} cannot be used with tp={tp}: the ranks of a group would drop "
@@ -172,12 +168,25 @@ def dropout_faults(attention_dropout: float, *, tp: int) -> Iterator[str]:
         )
 
 
+def _whole_expert_faults(
+    arguments: Arguments, *, layout: ParallelLayout, execution: Execution, stage: int
+) -> Iterator[str]:
+    """Yield what asks for experts that are whole on a rank where none are."""
+    if arguments.place_experts and layout.ep == 1:
+        yield f"--place_experts needs whole experts that can move: ep > 1, not ep={layout.ep}"
+    if stage == 3 and execution.resident_experts:
+        yield (
+            '"parallel.resident_experts" cannot be used with ZeRO-3, which leaves no rank whole experts to lend; use '
+            "stage 0, 1 or 2"
+        )
+
+
 def _engine_config(
     sources: Sources, *, batch: Batch, precision: str, stage: int, sizes: ModelSizes, tp: int
 ) -> dict[str, Any]:
-    """A copy of the user's JSON without our blocks and those merged into our options, and with all sizes filled in."""
+    """Copy the user's JSON without our blocks and those merged into our options, and fill in all sizes."""
     left_out = (*OUR_BLOCKS, *MERGED_KEYS, *REFUSED_BLOCKS)
-    engine = {key: copy.deepcopy(value) for key, value in sources.ds_config.items() if key not in left_out}
+    engine = {key: copy.deepcopy(value) for key, value in sources.json.items() if key not in left_out}
     engine["train_micro_batch_size_per_gpu"] = batch.micro
     engine["gradient_accumulation_steps"] = batch.accumulation
     engine["train_batch_size"] = batch.total
@@ -197,14 +206,16 @@ def _engine_config(
 
 
 class ZeroBlock(NamedTuple):
+    """The "zero_optimization" block for DeepSpeed, and what was chosen in it."""
+
     block: dict[str, Any]
     notes: list[str]
 
 
 def zero_block(block: Mapping[str, Any], *, stage: int, sizes: ModelSizes, tp: int, precision: str) -> ZeroBlock:
-    """The block with its stage, and the three "auto" sizes that the Hugging Face convention derives from the width.
+    """Add the stage and the three "auto" sizes that the Hugging Face convention derives from the hidden size.
 
-    Where nothing is said about the reduce bucket, it is no larger than a rank's share of a group's weights.
+    A reduce bucket that is not given is no larger than a rank's share of a group's weights.
     """
     width = sizes.hidden_size
     derived = {
@@ -230,5 +241,5 @@ def zero_block(block: Mapping[str, Any], *, stage: int, sizes: ModelSizes, tp: i
 
 
 def reserves_bucket(stage: int, *, precision: str) -> bool:
-    """Whether DeepSpeed makes a buffer of the bucket's size; stage 1 in bf16 is another optimizer, which has none."""
+    """Return whether DeepSpeed makes a buffer of the bucket's size; the optimizer of stage 1 in bf16 has none."""
     return stage >= 2 or (stage == 1 and precision == "fp32")

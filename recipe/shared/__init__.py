@@ -1,4 +1,4 @@
-"""What every other room may need: ranks that agree or fail alike, errors with exit codes, units, FLOPs, subcommands.
+"""What every room may need: ranks that agree or fail alike, exit codes, units, JSON files, FLOPs, subcommands.
 
-Imports nothing of recipe/ but itself. Open `ranks.py` first: how ranks exchange host values; then `agreement.py`.
+Imports nothing of recipe/ but itself. Open `ranks.py` first: how ranks exchange host values; then `together.py`.
 """

@@ -1,4 +1,4 @@
-"""What all ranks read is made once per file system; a folder is built out of sight and appears when it is whole."""
+"""A folder that all ranks read, built once per file system, out of sight, and visible when it is whole."""
 
 import fcntl
 import os
@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import IO, NamedTuple
 from uuid import uuid4
 
+from recipe.shared.errors import RanksFailedError
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_every_rank, run_in_steps
+from recipe.shared.together import on_every, run_in_steps
 
 LOCK_POLL_S = 0.1
 
 
 class _View(NamedTuple):
-    """What one rank sees."""
+    """Whether a rank sees the folder, and on which host."""
 
     host: str
     present: bool
@@ -45,8 +46,8 @@ def once_per_file_system(
 ) -> None:
     """Let every rank see what `work` makes, in steps, on as few ranks as that takes; collective.
 
-    The lowest rank that does not see it makes it, then the lowest of each host that still does not. RuntimeError on all
-    ranks, which says `what` it is, where one does not see it even then; an error of `is_present` is raised on all, too.
+    The lowest rank that does not see it makes it, then the lowest of each host that still does not. RanksFailedError on
+    all ranks, which says `what` it is, where one does not see it even then; an error of `is_present` is raised on all.
     """
     host = socket.gethostname() if host is None else host
     for choose in (_first_rank, _first_rank_of_each_host):
@@ -55,16 +56,17 @@ def once_per_file_system(
             run_in_steps(work() if ranks.rank in builders else None, ranks=ranks)
     missing = [rank for rank, view in enumerate(_views(is_present, host=host, ranks=ranks)) if not view.present]
     if missing:
-        raise RuntimeError(f"ranks {missing} do not see {what} although a rank of their host made it")
+        text = f"does not see {what} although a rank of its host made it"
+        raise RanksFailedError(dict.fromkeys(missing, text))
 
 
 def discard(folder: Path, *, ranks: Ranks) -> None:
     """Remove `folder` on every file system; programs that have its files open keep them; collective."""
-    on_every_rank(lambda: _remove(folder), ranks=ranks)
+    on_every(lambda: _remove(folder), ranks=ranks)
 
 
 def _views(is_present: Callable[[], bool], *, host: str, ranks: Ranks) -> list[_View]:
-    return ranks.gather(_View(host, on_every_rank(is_present, ranks=ranks)))
+    return ranks.gather(_View(host, on_every(is_present, ranks=ranks)))
 
 
 def _first_rank(views: list[_View]) -> set[int]:
@@ -109,7 +111,7 @@ def _locked(lock: IO[str]) -> bool:
 
 
 def _flush_to_disk(folder: Path) -> None:
-    """A rename may reach the disk before the bytes it names, unless they are sent ahead."""
+    """Send the files to the disk, or a rename might reach it before the bytes it names."""
     for path in [*folder.iterdir(), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,8 @@
-"""What a subcommand of `gather-moe` is. A file with commands defines them in such a table and imports nothing heavy."""
+"""What a subcommand of `gather-moe` is, and the numbers on its command line.
+
+Each room with commands has a `command.py` whose table COMMANDS defines them. It imports nothing heavy: what a command
+needs is loaded when it runs.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -6,11 +10,45 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """`run` returns the exit code. A ValueError is printed as the user's mistake, with exit code 2; a CheckpointError
-    with its own exit code. It finds the words behind a -- as `behind`, too, None without one: argparse does not say
-    where it stood."""
+    """A subcommand: `run` does the work and returns the exit code.
+
+    A ValueError is printed as the user's mistake, with exit code 2; a RunError with its own. The words behind a -- are
+    in `arguments.behind`, which is None without one: argparse does not say where it stood.
+    """
 
     name: str
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+def whole_number(text: str, *, least: int) -> int:
+    """Read a number for argparse, whose message then names the flag."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is too small; the least is {least}")
+    return number
+
+
+def at_least_one(text: str) -> int:
+    """Read a whole number of at least 1."""
+    return whole_number(text, least=1)
+
+
+def at_least_two(text: str) -> int:
+    """Read a whole number of at least 2."""
+    return whole_number(text, least=2)
+
+
+def at_least_even(text: str) -> float:
+    """Read the ratio of the largest share of some work to the mean, which is 1 where it is even."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 1 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{number} is no ratio of the most to the mean; the least is 1")
+    return number

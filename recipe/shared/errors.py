@@ -1,10 +1,38 @@
-"""What can go wrong with checkpoints and run folders: one type and one exit code each, for scripts to tell apart."""
+"""Every exit code of a run in one table, and an error type for each that scripts may want to tell apart."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+COMPLETE = 0
+FAULT = 1
+USER_ERROR = 2
+STOPPED = 18
 
-class CheckpointError(Exception):
-    """The base of the errors below. `exit_code` is what the entry script ends with."""
+EXIT_CODES: Mapping[int, str] = {
+    COMPLETE: "trained to the end",
+    FAULT: "an unexpected error, with its traceback",
+    USER_ERROR: "a mistake in flags, JSON, model, data or launcher variables, or ranks that did not meet",
+    10: "another error of the output folder or its checkpoints",
+    11: "the path to resume from is missing",
+    12: "the checkpoint to resume from is broken",
+    13: "no checkpoint to resume from is complete",
+    14: "a checkpoint could not be saved",
+    15: "the output folder is in use",
+    16: "the run's checkpoints would not fit on the disk",
+    17: "some ranks failed in a step that all ranks take",
+    STOPPED: "told to stop by SIGTERM: the checkpoint of that step is saved",
+    19: "training ended well, the upload to the hub did not: the message says where the weights are",
+}
+
+
+class RunError(Exception):
+    """An error that ends a run with a message and an exit code of its own, the same on every rank."""
+
+    exit_code = USER_ERROR
+
+
+class CheckpointError(RunError):
+    """The base of what goes wrong with run folders and checkpoints."""
 
     exit_code = 10
 
@@ -53,7 +81,7 @@ class NotEnoughSpaceError(CheckpointError):
     exit_code = 16
 
 
-class RanksFailedError(CheckpointError):
+class RanksFailedError(RunError):
     """Some ranks failed in a step that all ranks take; `failures` maps them to the type and text of their error."""
 
     exit_code = 17
@@ -66,12 +94,12 @@ class RanksFailedError(CheckpointError):
         return "; ".join(f"rank {rank}: {failure}" for rank, failure in sorted(self.failures.items()))
 
 
-class UploadError(CheckpointError):
+class UploadError(RunError):
     """The trained weights could not be uploaded to the Hugging Face hub; they are where they were saved."""
 
     exit_code = 19
 
-    def __init__(self, folder: Path, *, repository: str, reason: str) -> None:
+    def __init__(self, folder: Path, repository: str, reason: str) -> None:
         super().__init__(folder, repository, reason)
         self.folder, self.repository, self.reason = folder, repository, reason
 

@@ -17,9 +17,10 @@ import re
 import time
 from collections.abc import Iterable
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
-from modeling.layout import ModelSizes
+from modeling.spec import ModelSizes, layer_shapes, outer_shapes
 
 # Dense bf16 with fp32 accumulation, as in NVIDIA's and AMD's data sheets and architecture papers (half of what those
 # give "with sparsity"). What may follow a name is in SAME_DEVICE; the longest name wins.
@@ -42,7 +43,7 @@ SAME_DEVICE = re.compile(r"([ -](\d+GB|HBM\d\w?|SXM\d?|PCIE|OAM|3E))*", re.IGNOR
 
 
 class ParameterCounts(NamedTuple):
-    """`active` counts, of the experts, only the ones a token is sent to."""
+    """Parameters of a model: all of them, and without the experts that a token is not sent to."""
 
     total: int
     active: int
@@ -56,23 +57,24 @@ class Peak(NamedTuple):
 
 
 def count_parameters(sizes: ModelSizes) -> ParameterCounts:
-    """All parameters of the whole model, bias-free, tied embeddings counted once."""
-    norms = sizes.num_hidden_layers * (2 * sizes.hidden_size + _qk_norm_width(sizes)) + sizes.hidden_size
-    embedding = 0 if sizes.tie_word_embeddings else sizes.vocab_size * sizes.hidden_size
+    """Count the parameters of the whole model, without biases, tied embeddings once."""
+    outer = sum(prod(shape) for shape in outer_shapes(sizes).values())
     return ParameterCounts(
-        total=norms + embedding + _matrix_weights(sizes, experts=sizes.num_experts),
-        active=norms + embedding + _matrix_weights(sizes, experts=sizes.num_experts_per_tok),
+        total=outer + sum(_layer_weights(sizes, experts=sizes.num_experts)),
+        active=outer + sum(_layer_weights(sizes, experts=sizes.num_experts_per_tok)),
     )
 
 
 def model_flops_per_token(sizes: ModelSizes, *, attention_length: float) -> float:
-    """Training FLOPs; `attention_length` is l above, the block size where documents fill whole blocks."""
+    """Return training FLOPs; `attention_length` is l above, the block size where documents fill whole blocks."""
+    head = sizes.vocab_size * sizes.hidden_size
+    matrices = head + _layer_weights(sizes, experts=sizes.num_experts_per_tok).matrices
     attention = sizes.num_hidden_layers * sizes.num_attention_heads * sizes.head_dim * attention_length
-    return 6 * _matrix_weights(sizes, experts=sizes.num_experts_per_tok) + 6 * attention
+    return 6 * matrices + 6 * attention
 
 
 def sum_squared_lengths(document_starts: Iterable[Iterable[int]], *, block_size: int) -> int:
-    """Sum of length^2 over the documents of a micro-batch, from where they start in each of its sequences."""
+    """Sum length^2 over the documents of a micro-batch, given where they start in each of its sequences."""
     total = 0
     for sequence in document_starts:
         starts = [*sequence, block_size]
@@ -81,7 +83,7 @@ def sum_squared_lengths(document_starts: Iterable[Iterable[int]], *, block_size:
 
 
 def find_peak(device: str, *, precision: str) -> Peak:
-    """The peak of this process's "cpu" or "cuda" device in "bf16" or "fp32": from the table, or else measured."""
+    """Find the peak of this process's "cpu" or "cuda" device in "bf16" or "fp32": in the table, or else measured."""
     if device == "cuda" and precision == "bf16":
         import torch
 
@@ -92,7 +94,7 @@ def find_peak(device: str, *, precision: str) -> Peak:
 
 
 def table_peak(device_name: str) -> Peak | None:
-    """The bf16 peak of a device with this name, None where the table has none; a part of a device has another."""
+    """Look up the bf16 peak of a device with this name; None where the table has none, as for a part of a device."""
     names = [
         name
         for name in BF16_PEAK_FLOPS_PER_S
@@ -105,7 +107,7 @@ def table_peak(device_name: str) -> Peak | None:
 
 
 def measure_peak(device: str, *, precision: str, num_repeats: int = 5) -> Peak:
-    """The best of a few large square products on as many threads as torch uses now.
+    """Measure the best of a few large square products on as many threads as torch uses now.
 
     Ranks that share a machine must measure at the same time, so that the sum of their results is what all of them
     together can do.
@@ -124,22 +126,21 @@ def measure_peak(device: str, *, precision: str, num_repeats: int = 5) -> Peak:
     return Peak(2 * size**3 / best_s, f"measured: {size}x{size} product in {precision} on {device}")
 
 
-def _matrix_weights(sizes: ModelSizes, *, experts: int) -> int:
-    """Weights that take part in a matrix product when each token visits this many experts."""
-    query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    attention = sizes.hidden_size * (2 * query + 2 * key_value)
-    dense = 3 * sizes.hidden_size * sizes.intermediate_size
-    router = sizes.hidden_size * sizes.num_experts
-    moe = router + 3 * sizes.hidden_size * sizes.moe_intermediate_size * experts
-    head = sizes.vocab_size * sizes.hidden_size
-    layers = sizes.num_hidden_layers * attention + len(sizes.dense_layers) * dense + sizes.num_moe_layers * moe
-    return layers + head
+class _LayerWeights(NamedTuple):
+    """Weights of all layers: those of matrix products, and those of norms."""
+
+    matrices: int
+    vectors: int
 
 
-def _qk_norm_width(sizes: ModelSizes) -> int:
-    """Weights of the query and key norms of a layer."""
-    if sizes.qk_norm == "none":
-        return 0
-    if sizes.qk_norm == "head":
-        return 2 * sizes.head_dim
-    return (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
+def _layer_weights(sizes: ModelSizes, *, experts: int) -> _LayerWeights:
+    """Count the weights of all layers as if each had so many experts."""
+    matrices = vectors = 0
+    for is_dense, num_layers in ((True, len(sizes.dense_layers)), (False, sizes.num_moe_layers)):
+        for name, shape in layer_shapes(sizes, is_dense=is_dense).items():
+            counted = (experts, *shape[1:]) if name.startswith("mlp.experts.") else shape
+            if len(shape) > 1:
+                matrices += num_layers * prod(counted)
+            else:
+                vectors += num_layers * prod(counted)
+    return _LayerWeights(matrices, vectors)

@@ -1,7 +1,7 @@
-"""What host code needs to know about the other ranks: who it is among how many, everyone's values, and a place to meet.
+"""Ranks as host code sees them: which one this is of how many, everyone's values, and meetings.
 
 Data, checkpoints and metrics take a `Ranks` and never ask torch.distributed themselves, so that they also run in a
-world of one. What travels here is pickled Python objects between hosts: decisions and small facts, not tensors.
+world of one. It moves pickled Python objects between hosts: decisions and small facts, not tensors.
 """
 
 import time
@@ -29,19 +29,19 @@ class Ranks(Protocol):
     def world_size(self) -> int: ...
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's value, by rank, on every rank: as much memory everywhere as all ranks' values take together."""
+        """Return every rank's value, by rank, on every rank; that takes the memory of all of them everywhere."""
         ...
 
     def first(self, value: object) -> Any:
-        """Rank 0's value on every rank; what the others give is not used."""
+        """Return rank 0's value on every rank; what the others give is not used."""
         ...
 
     def any(self, value: bool) -> bool:
-        """Whether it is true on any rank."""
+        """Return whether `value` is true on any rank."""
         ...
 
     def any_later(self, value: bool) -> Callable[[], bool]:
-        """As `any`, without waiting: ask now, and call what is returned, once and on every rank, for the answer."""
+        """Ask as `any` does, without waiting; calling what is returned, once on every rank, gives the answer."""
         ...
 
     def barrier(self) -> None:
@@ -49,7 +49,7 @@ class Ranks(Protocol):
         ...
 
     def meet(self, purpose: str, *, timeout_s: float) -> None:
-        """A barrier that raises RanksMissingError, with `purpose` and the absent ranks by number, after `timeout_s`."""
+        """Wait for every rank; RanksMissingError, with `purpose` and the absent ranks' numbers, after `timeout_s`."""
         ...
 
 

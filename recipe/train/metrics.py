@@ -1,4 +1,4 @@
-"""What the numbers of a training step mean: summed over micro-batches, over steps since the last log, and over ranks.
+"""The numbers of a log line: summed over micro-batches, over the steps since the last line, and over ranks.
 
 A loss is the sum of token losses divided by the number of predicted tokens, so that every token weighs the same. The
 ranks of a group work on the same tokens and hold the same sums, of which one copy counts.
@@ -27,9 +27,9 @@ LOADS = ("rho", "dead_experts", "router_entropy")  # what is logged of every MoE
 class Totals:
     """Sums since the last log; plain numbers, so that ranks can exchange them.
 
-    The tuples have one entry per MoE layer and are empty in a model without one: sums over tokens of both losses and of
-    the entropy of the router's scores, `expert_counts`, the token-expert pairs of each expert, and `dropped`, those
-    that found no room, empty where there is no capacity. `slowest` and `slowest_bound` are rows as in RankLoads.
+    The tuples have one entry per MoE layer and are empty in a model without one: sums over tokens of both auxiliary
+    losses and of the entropy of the router's scores, the token-expert pairs of each expert, and those that a capacity
+    dropped, empty without one. `slowest` and `slowest_bound` are rows as in RankLoads.
     """
 
     loss_sum: float
@@ -65,7 +65,7 @@ class StepMeter:
         self._squared_lengths += squared_lengths
 
     def take(self, *, peak_memory_bytes: int) -> Totals:
-        """The sums so far, which then start again at zero. Waits for the device, once."""
+        """Return the sums so far and start again at zero. Waits for the device, once."""
         if self._sums is None:
             raise ValueError("nothing was added since the last time; call add() for every micro-batch")
         flat = torch.cat([part.flatten() for part in self._sums]).cpu().split([part.numel() for part in self._sums])
@@ -98,12 +98,12 @@ class StepMeter:
         self._sums = self._sums._replace(expert_counts=counts)
 
     def state(self) -> dict[str, Any]:
-        """The sums so far, for a checkpoint between two logged steps."""
+        """Return the sums so far, for a checkpoint between two logged steps."""
         sums = None if self._sums is None else [part.tolist() for part in self._sums]
         return {"sums": sums, "counts": (self._num_targets, self._num_tokens, self._squared_lengths)}
 
     def restore(self, state: dict[str, Any], *, device: torch.device) -> None:
-        """Go on from a `state()`."""
+        """Take over the sums of a `state()`."""
         sums = state["sums"]
         if sums is not None:
             sums = TokenSums(*(torch.tensor(part, dtype=torch.float64, device=device) for part in sums))
@@ -112,7 +112,7 @@ class StepMeter:
 
 
 def merge_meters(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The `state()` of a meter that added all that the meters of these states did; of none, that of a new one."""
+    """Return the `state()` of a meter that added what all of these meters did; without any, that of a new one."""
     if not states:
         return StepMeter().state()
     sums = [state["sums"] for state in states if state["sums"] is not None]
@@ -122,7 +122,7 @@ def merge_meters(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def combine_ranks(by_rank: Sequence[Totals], *, tp: int) -> Totals:
-    """The sums of the whole run from those of every rank, in rank order: groups of tp ranks count once."""
+    """Sum the totals of every rank, in rank order: each group of tp ranks counts once."""
     groups = by_rank[::tp]
     return Totals(
         loss_sum=math.fsum(group.loss_sum for group in groups),
@@ -142,7 +142,7 @@ def combine_ranks(by_rank: Sequence[Totals], *, tp: int) -> Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class StepState:
-    """What a log line says of a step that is not a sum over tokens."""
+    """The values of a log line that are not sums over tokens."""
 
     step: int
     lr: float
@@ -176,7 +176,7 @@ class StepRecord:
     peak_memory_bytes: int  # of the rank with the highest
 
     def as_dict(self) -> dict[str, Any]:
-        """The values by name, without those of MoE layers, of a capacity or of shared experts where there are none."""
+        """Return the values by name, without those of MoE layers, a capacity or copies where there are none."""
         absent = {"aux_loss", "z_loss", *LOADS} if self.rho is None else set()
         absent |= {name for name in ("dropped", "rank_rho", "rank_rho_bound") if getattr(self, name) is None}
         return {name: value for name, value in asdict(self).items() if name not in absent}
@@ -195,7 +195,7 @@ class EvalRecord:
 
 
 def make_step_record(totals: Totals, *, state: StepState, sizes: ModelSizes, peak_flops_per_s: float) -> StepRecord:
-    """Turn the run's totals into a log line; `peak_flops_per_s` is that of all devices together."""
+    """Turn the run's totals into a log line; `peak_flops_per_s` is the sum over all devices."""
     tokens_per_s = totals.num_tokens / state.elapsed_s
     attention_length = totals.squared_lengths / totals.num_tokens
     flops_per_s = tokens_per_s * model_flops_per_token(sizes, attention_length=attention_length)
@@ -230,17 +230,17 @@ def make_eval_record(loss_sum: float, *, num_targets: int, step: int) -> EvalRec
 
 
 def mean_loss(loss_sum: float, *, num_targets: int) -> float | None:
-    """The loss per predicted token in nats; None where there is none."""
+    """Return the loss per predicted token in nats; None where no token was predicted."""
     return loss_sum / num_targets if num_targets else None
 
 
 def moe_layer_mean(values: Sequence[float]) -> float | None:
-    """The mean over MoE layers, given one value for each of them; None in a model that has none."""
+    """Return the mean over MoE layers, given a value for each; None in a model without any."""
     return sum(values) / len(values) if values else None
 
 
 def _over_rows(values: Sequence[float], *, totals: Totals) -> tuple[float, ...] | None:
-    """Values per MoE layer over the rows that experts had there: NaN where these are none, None without values."""
+    """Divide values per MoE layer by the rows of its experts: NaN where there were none; None without values."""
     if not values:
         return None
     dropped = totals.dropped or (0.0,) * len(values)
@@ -249,7 +249,7 @@ def _over_rows(values: Sequence[float], *, totals: Totals) -> tuple[float, ...] 
 
 
 def load_ratio(counts: Sequence[float]) -> float:
-    """The largest load over the mean load: 1 when balanced, len(counts) at worst, NaN when nothing was routed."""
+    """Return the largest load over the mean load: 1 if balanced, len(counts) at worst, NaN if nothing was routed."""
     return max(counts) * len(counts) / sum(counts) if sum(counts) else math.nan
 
 
@@ -262,11 +262,11 @@ class TrainingClock:
         self._paused_at_s: float | None = None
 
     def elapsed_s(self) -> float:
-        """Seconds since the last lap, which goes on; in a pause, up to the beginning of that."""
+        """Return the seconds since the last lap, without ending it; in a pause, up to its beginning."""
         return (self._now() if self._paused_at_s is None else self._paused_at_s) - self._start_s
 
     def lap(self) -> float:
-        """Seconds since the last lap, or since the start."""
+        """Return the seconds since the last lap, or since the start, and begin a new one."""
         start_s, self._start_s = self._start_s, self._now()
         return self._start_s - start_s
 
@@ -279,7 +279,7 @@ class TrainingClock:
 
 
 def read_peak_memory_bytes(device: str) -> int:
-    """The most memory this process has held: allocated by torch on a "cuda" device, resident on a "cpu"."""
+    """Return the most bytes this process has held: allocated by torch on a "cuda" device, resident on a "cpu"."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     # getrusage would start from the peak of the launcher, which a child inherits through fork and exec.
@@ -290,10 +290,10 @@ def read_peak_memory_bytes(device: str) -> int:
 
 
 def _with_rank_loads_of(like: TokenSums, *, sums: TokenSums) -> TokenSums:
-    """Sums of steps before a resume as if they had been taken with the ranks' loads that are measured since.
+    """Return sums of steps before a resume with the same measures of the ranks' loads as the steps since.
 
-    Where every rank had a slice of every expert, all were as busy as the busiest; where there were no slots for copies,
-    no choice of them could have helped.
+    Where every rank had a slice of every expert, the busiest had the mean load; without slots for copies, the bound is
+    what was reached.
     """
     slowest_L, bound_L = sums.slowest_L, sums.bound_L
     if not slowest_L.numel():
@@ -307,7 +307,7 @@ def _with_rank_loads_of(like: TokenSums, *, sums: TokenSums) -> TokenSums:
 
 
 def _dropped_shares(totals: Totals) -> tuple[float, ...]:
-    """Per MoE layer, of its choices; NaN where there was none."""
+    """Return the dropped share of each MoE layer's choices; NaN where there was none."""
     chosen = [sum(counts) for counts in totals.expert_counts]
     return tuple(part / whole if whole else math.nan for part, whole in zip(totals.dropped, chosen, strict=True))
 

@@ -23,18 +23,18 @@ from recipe.data.prepare import PreparedData, prepare_data
 from recipe.engine.engine import Engine, build_optimizer, freeze_parameters
 from recipe.engine.graphs import CudaCapture, install_graphs
 from recipe.hf.config import choose_type
-from recipe.hf.download import fetch_model
+from recipe.hf.hub import claim_repository, fetch_model
 from recipe.hf.load import ExpertNoise, load_weights
-from recipe.hf.upload import claim_repository
 from recipe.launch.start import World, compute_capability
 from recipe.settings.flags import Arguments
 from recipe.settings.model import ModelSettings, read_model, run_options, sizes_of
 from recipe.settings.model_source import HubModel, is_on_hub
-from recipe.settings.resolve import ResolvedConfig, WorldInfo, load_ds_config, resolve_config
-from recipe.settings.schedule import settle_schedule
+from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
+from recipe.settings.sources import load_deepspeed_json
+from recipe.settings.training import settle_schedule
 from recipe.shared.ranks import Ranks
-from recipe.shared.together import on_every_rank, on_first_rank
-from recipe.train.records import tensorboard_faults
+from recipe.shared.together import on_every, on_first
+from recipe.train.log import tensorboard_faults
 from recipe.train.run import Run, describe_parameters
 
 # Any of them is enough for AutoTokenizer; old folders have no tokenizer_config.json.
@@ -42,7 +42,7 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 
 class Request(NamedTuple):
-    """What the command line and the JSON ask for, checked against each other and against the ranks there are."""
+    """A run as the command line and the JSON ask for it, checked against each other and against the ranks there are."""
 
     arguments: Arguments
     settings: ResolvedConfig
@@ -54,7 +54,7 @@ def settle_request(arguments: Arguments, *, world: World, model: ModelSettings, 
     """Settle flags, DeepSpeed JSON and model for the ranks there are; ValueError lists `faults` with its own."""
     settings = resolve_config(
         arguments,
-        ds_config=load_ds_config(arguments.ds_config),
+        deepspeed_json=load_deepspeed_json(arguments.ds_config),
         ranks=WorldInfo(
             world_size=world.world_size,
             local_world_size=world.local_world_size,
@@ -94,7 +94,7 @@ def prepare_run(
     repository = claim_repository(request.arguments, ranks=ranks)
     model_folder = find_weights(request, ranks=ranks, say=say)
     # Hosts may see the folder's files differently.
-    options = on_every_rank(lambda: data_options(request.arguments, model_folder=model_folder), ranks=ranks)
+    options = on_every(lambda: data_options(request.arguments, model_folder=model_folder), ranks=ranks)
     data = prepare_data(options, ranks=ranks, say=say)
     run = Run(
         arguments=request.arguments,
@@ -118,11 +118,11 @@ def prepare_run(
 
 
 def find_weights(request: Request, *, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
-    """The folder with the weights to start from, None for fresh ones; what is on the hub is downloaded. Collective."""
+    """Return the folder of the weights to start from, downloaded if need be; None for fresh ones. Collective."""
     arguments, name = request.arguments, request.arguments.model_name_or_path
     if name is None:
         return None
-    if not on_first_rank(lambda: is_on_hub(name), ranks=ranks):
+    if not on_first(lambda: is_on_hub(name), ranks=ranks):
         return Path(name)
     folder = fetch_model(HubModel(name, arguments.model_revision), ranks=ranks, say=say)
 
@@ -131,22 +131,22 @@ def find_weights(request: Request, *, ranks: Ranks, say: Callable[[str], None]) 
         if found.kwargs != request.model:
             raise ValueError(f"{name} on the hub changed while the run started; start it again")
 
-    on_every_rank(check, ranks=ranks)
+    on_every(check, ranks=ranks)
     return folder
 
 
 def prepare_engine(run: Run) -> Engine:
     """Make or load this rank's weights and hand them to DeepSpeed. Collective."""
     arguments = run.arguments
-    # Whatever is drawn while training, dropout say, is one thing for a group and another for each of its peers.
+    # Numbers drawn while training, as for dropout, are the same within a group and differ between groups.
     torch.manual_seed(arguments.seed + run.mesh.dp_rank)
-    execution = run.settings.parallel.execution
+    execution = run.settings.execution
     model = build_model(run.config, mesh=run.mesh, execution=execution, seed=arguments.seed)
     folder = run.model_folder
     if folder is not None:
         noise = ExpertNoise(arguments.upcycle_noise_std, arguments.seed)
         load = partial(load_weights, model, config=run.config, mesh=run.mesh, folder=folder, noise=noise)
-        num_bytes = on_every_rank(load, ranks=run.ranks)
+        num_bytes = on_every(load, ranks=run.ranks)
         run.say(f"model: weights from {folder}, {num_bytes:,} bytes read by this rank")
         if arguments.upcycle_num_experts is not None:
             run.say(
@@ -165,13 +165,13 @@ def start_engine(model: GatherMoeForCausalLM, *, arguments: Arguments, settings:
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     optimizer = build_optimizer(model, settings.optimizer)
     engine = Engine(model, ds_config=settings.engine, optimizer=optimizer, seed=arguments.seed)
-    if settings.parallel.execution.cuda_graph:
+    if settings.execution.cuda_graph:
         install_graphs(engine.model, capture=CudaCapture())
     return engine
 
 
 def data_options(arguments: Arguments, *, model_folder: Path | None = None) -> DataOptions:
-    """`model_folder` has the tokenizer where none is named; until it is known, a model of the hub stands for itself."""
+    """Collect the data flags. `model_folder` has the tokenizer where none is named; None before a hub download."""
     name = arguments.model_name_or_path
     if model_folder is None and name is not None and not is_on_hub(name):
         model_folder = Path(name)
@@ -200,14 +200,14 @@ def data_options(arguments: Arguments, *, model_folder: Path | None = None) -> D
 
 
 def _own_tokenizer(model_folder: Path) -> str:
-    """A checkpoint brings its tokenizer along; one that does not must not get a new one by accident."""
+    """Return the folder as its own tokenizer's; ValueError where it has none, lest one be trained by accident."""
     if any((model_folder / file).exists() for file in TOKENIZER_FILES):
         return str(model_folder)
     raise ValueError(f"--model_name_or_path {model_folder} holds no tokenizer; name its tokenizer by --tokenizer_name")
 
 
 def request_faults(arguments: Arguments, model: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the data options, the tokenizer, the export and the tracker, to be listed with all else."""
+    """Return faults of data options, tokenizer, export and tracker, to be listed with all others."""
     faults = []
     if "tensorboard" in arguments.report_to:
         faults += tensorboard_faults()
@@ -244,7 +244,7 @@ def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
 
 
 def model_config(arguments: Arguments, *, model: Mapping[str, Any]) -> GatherMoeConfig:
-    """The configuration of a run's model: the model's own settings, and what the run adds to them."""
+    """Make the configuration of a run's model from the model's own settings and the run's options."""
     config = GatherMoeConfig(**model, **run_options(arguments), use_cache=False)
     config._attn_implementation = arguments.attn_implementation
     return config

@@ -23,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from modeling.model import GatherMoeForCausalLM
 from recipe.engine.engine import Engine
-from recipe.shared.agreement import on_every, on_first
 from recipe.shared.scopes import (
     FACTS_KEY,
     FOLDER,
@@ -35,6 +34,7 @@ from recipe.shared.scopes import (
     scope_name,
     trace_name,
 )
+from recipe.shared.together import on_every, on_first
 from recipe.train.run import Run
 
 COLLECTIVES = (
@@ -161,7 +161,7 @@ class StepRecorder:
             "device": run.world.device,
             "model": Path(str(run.arguments.config_name or run.arguments.model_name_or_path)).name,
             "layout": {"dp": settings.layout.dp, "tp": settings.layout.tp, "ep": settings.layout.ep},
-            "parallel": asdict(settings.parallel),
+            "execution": asdict(settings.execution),
             "num_layers": run.config.num_hidden_layers,
             "zero_stage": settings.zero_stage,
             "precision": settings.precision,

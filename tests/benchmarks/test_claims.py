@@ -15,8 +15,7 @@ from claims.shadowing import Routing, draw_loads, shadowing_rows, share_surplus,
 from modeling.cost import MATRICES
 from modeling.execution import Execution
 from modeling.layout import ParallelLayout
-from recipe.plan.hardware import find_hardware
-from recipe.plan.hardware_table import SHEETS
+from recipe.plan.hardware import SHEETS, find_hardware
 from recipe.plan.job import Job
 from recipe.plan.traffic import planned_traffic
 from recipe.shared.flops import count_parameters, model_flops_per_token

@@ -1,4 +1,4 @@
-"""What `gather-moe claims` prints and writes."""
+"""What `python benchmarks/claims` prints and writes."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def test_the_page_is_what_the_command_writes(tmp_path: Path, capsys: pytest.Capt
     assert main(["--markdown", str(page)]) == 0
     assert "wrote" in capsys.readouterr().out
     text = page.read_text(encoding="utf-8")
-    assert text == (ROOT / "docs" / "claims.md").read_text(encoding="utf-8"), "run: gather-moe claims --markdown"
+    assert text == (ROOT / "docs" / "claims.md").read_text(encoding="utf-8"), "run: python benchmarks/claims --markdown"
     assert main(["--markdown", "-"]) == 0
     assert capsys.readouterr().out == text
     rows = [line for line in text.splitlines() if line.startswith("|")]

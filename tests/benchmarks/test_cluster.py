@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import cluster as cluster_script
 import pytest
 
-ROOT = Path(__file__).parents[2]
-CLUSTER = [sys.executable, str(ROOT / "benchmarks" / "cluster.py")]
+CLUSTER = [sys.executable, cluster_script.__file__]
 MEET = r"""
 import os, subprocess, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -86,17 +85,14 @@ def test_nothing_stays_after_an_interruption(how: signal.Signals) -> None:
     assert our_namespaces() == []
 
 
-def test_without_root_the_ranks_run_on_loopback_and_it_is_said(monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import cluster as module
-    finally:
-        sys.path.pop(0)
+def test_without_root_the_ranks_run_on_loopback_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with module.cluster_for(2, rate="1gbit") as none:
+    with cluster_script.cluster_for(2, rate="1gbit") as none:
         assert none is None
-        assert module.run(none, [sys.executable, "-c", "pass"], num_ranks=2) == 0
-    assert "running on loopback" in capsys.readouterr().out  # type: ignore[attr-defined]
+        assert cluster_script.run(none, [sys.executable, "-c", "pass"], num_ranks=2) == 0
+    assert "running on loopback" in capsys.readouterr().out
 
 
 def test_loopback_can_be_asked_for() -> None:

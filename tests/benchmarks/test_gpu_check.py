@@ -14,7 +14,7 @@ from gpu_cases import Bench, Case, Row
 from recipe.engine.graphs import install_graphs
 from recipe.shared.flops import Peak, model_flops_per_token
 from tests.emulated_graphs import EmulatedCapture
-from tests.parity import tiny_config
+from tests.referee import tiny_config
 
 TINY = {
     name: getattr(tiny_config(), name)

@@ -1,7 +1,6 @@
 """The ledger books what leaves a rank, and the MoE layers beside each other send what their formulas say."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from modeling.cost import MoeTraffic
 from modeling.layout import ParallelLayout
 from recipe.dry_run.ledger import Ledger, Volume
+from tests.launching import run_main
 from tests.ranks import run_ranks
 
 
@@ -214,12 +214,21 @@ def test_what_cannot_be_measured_is_refused(words: list[str], message: str) -> N
 
 
 @pytest.mark.slow
-def test_the_script_prints_and_writes_every_row(tmp_path: Path) -> None:
-    script = Path(moe_bytes.__file__)
-    words = ["--ranks", "2", "--active", "2", "--tokens", "64", "--json", str(tmp_path / "out.json")]
-    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert "void" not in done.stdout
+def test_the_script_prints_and_writes_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ranks are processes that have the libraries loaded."""
+
+    def run(ranks: None, command: list[str], *, num_ranks: int) -> int:
+        assert command[:2] == [sys.executable, moe_bytes.__file__]
+        return run_main(command[2:], tmp_path, num_ranks=num_ranks, program="moe_bytes").returncode
+
+    monkeypatch.setattr(moe_bytes.cluster, "run", run)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert (
+        moe_bytes.main(["--ranks", "2", "--active", "2", "--tokens", "64", "--json", str(tmp_path / "out.json")]) == 0
+    )
+    assert "void" not in capsys.readouterr().out
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert len(rows) == 2 * len(rows_for(2))
     assert {row["payload"] for row in rows if row["strategy"] == "gather_tokens"} == {2.0, 2.5}

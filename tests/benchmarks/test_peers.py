@@ -1,30 +1,16 @@
 """The comparison with peers: medians over turns, and rows whose loss differs are void."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import peers
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark as a module; it stands beside cluster.py and finds it there."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import peers as module
-
-    yield module
-    for name in ("peers", "cluster"):
-        sys.modules.pop(name, None)
 
 
 def turn(*steps_s: float, loss: float = 9.0) -> dict[str, Any]:
     return {"steps_s": list(steps_s), "peak_rss_bytes": 2**30, "wire_bytes": 1e6, "loss": loss}
 
 
-def test_a_row_holds_the_median_over_all_turns(peers: Any) -> None:
+def test_a_row_holds_the_median_over_all_turns() -> None:
     row = peers.Row("gather-moe", "gather_tokens", False)
     (summary,) = peers.summarise({row: [turn(1.0, 5.0, 2.0), turn(3.0, 2.5, 9.0)]})
     assert summary == {
@@ -38,7 +24,7 @@ def test_a_row_holds_the_median_over_all_turns(peers: Any) -> None:
     }
 
 
-def test_rows_that_failed_or_computed_something_else_are_void(peers: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_failed_or_computed_something_else_are_void(capsys: pytest.CaptureFixture[str]) -> None:
     rows = peers.summarise(
         {
             peers.ROWS[0]: [turn(1.0)],

@@ -21,13 +21,14 @@ from recipe.checkpoint.snapshot import Snapshot
 from recipe.shared.errors import CheckpointWriteError
 from recipe.shared.ranks import OneRank, Ranks, RanksMissingError
 from tests.ranks import run_ranks
+from tests.saves import entries
 from tests.thread_ranks import ThreadRanks, on_threads
 
 WAIT_S = 10.0
 
 
-def save_of(root: Path, step: int, *, keep: int | None = None, expected_bytes: int | None = None) -> Save:
-    return Save(root=root, step=step, keep=keep, details={"step": step}, expected_bytes=expected_bytes)
+def save_of(root: Path, step: int, **options: Any) -> Save:
+    return Save(root=root, step=step, **{"keep": None, "details": {"step": step}} | options)
 
 
 def one_rank_saver() -> BackgroundSaver:
@@ -43,10 +44,6 @@ def on_saving_threads(world_size: int, function: Callable[[Ranks, BackgroundSave
         return function(ranks, BackgroundSaver(ranks, background=background))
 
     return on_threads(world_size, with_saver)
-
-
-def entries(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_training_goes_on_while_the_snapshot_is_written(tmp_path: Path) -> None:
@@ -120,14 +117,6 @@ def test_r_ckpt_10_an_error_is_raised_on_all_ranks_alike_as_a_save_in_the_foregr
     assert "The other checkpoints are untouched: step-10" in str(errors[0])
 
 
-def test_a_reported_error_is_not_raised_again(tmp_path: Path) -> None:
-    saver = one_rank_saver()
-    saver.save(save_of(tmp_path, 1), write=_fail_on_rank_1(1))
-    with pytest.raises(CheckpointWriteError, match="step-1 could not be saved"):
-        saver.wait()
-    saver.wait()
-
-
 def test_all_ranks_hear_of_a_failure_between_two_saves(tmp_path: Path) -> None:
     def watch(ranks: Ranks, saver: BackgroundSaver) -> None:
         saver.check()
@@ -147,15 +136,17 @@ def test_all_ranks_hear_of_a_failure_between_two_saves(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["latest", "step-1"]
 
 
-def test_a_failed_question_of_the_past_is_not_answered_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["waited for", "watched"])
+def test_an_error_is_reported_once(how: str, tmp_path: Path) -> None:
     saver = one_rank_saver()
     saver.save(save_of(tmp_path, 1), write=_fail_on_rank_1(1))
     assert saver._thread is not None
     saver._thread.join(WAIT_S)
     saver.watch()
+    report = saver.wait if how == "waited for" else saver.check
     with pytest.raises(CheckpointWriteError, match="step-1 could not be saved"):
-        saver.check()
-    saver.check()
+        report()
+    report()
 
 
 def test_a_group_that_breaks_down_in_the_background_is_a_failed_save(tmp_path: Path) -> None:

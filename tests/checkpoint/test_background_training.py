@@ -1,6 +1,5 @@
 """Training that saves in the background writes the same checkpoints as training that waits for them."""
 
-import errno
 import os
 import shutil
 import signal
@@ -9,17 +8,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
-import torch
 
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.manifest import file_sizes
 from recipe.shared.ranks import OneRank
-from tests.checkpoint.test_resume import untimed
 from tests.engine_runs import slow
 from tests.ranks import run_ranks
-from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
+from tests.saves import entries
+from tests.states import same_content
+from tests.training import Flags, read_metrics, train_on_ranks, untimed, write_ds_config, write_inputs
 
 TIMED_FILES = ("manifest.json",)  # the rank files hold the seconds of an unfinished log line, it their checksums
 WAIT_S = 30.0
@@ -59,23 +57,6 @@ def train_ahead_of_the_files(rank: int, world_size: int, flags: Flags, *, steps:
         return train_on_ranks(rank, world_size, flags)
 
 
-def content(path: Path) -> Any:
-    return torch.load(path, weights_only=False) if path.suffix == ".pt" else path.read_bytes()
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Of the same build and with the same numbers, seconds aside."""
-    if isinstance(a, torch.Tensor):
-        return bool(type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a if key != "elapsed_s")
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    if hasattr(a, "__dict__"):
-        return type(a) is type(b) and equal(vars(a), vars(b))
-    return bool(np.all(a == b))
-
-
 def check_same_checkpoints(folder: Path, *, world_size: int, **changes: Any) -> Flags:
     flags = write_inputs(folder) | write_ds_config(folder, **changes) | {"save_steps": 2, "save_total_limit": 2}
     run_ranks(train_on_ranks, world_size, flags | {"output_dir": folder / "foreground" / "run"})
@@ -87,8 +68,8 @@ def check_same_checkpoints(folder: Path, *, world_size: int, **changes: Any) -> 
         assert names == file_sizes(got).keys() - set(TIMED_FILES)
         assert len(names) > 8
         for name in sorted(names):
-            assert equal(content(want / name), content(got / name)), name
-    names = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+            assert same_content(want / name, got / name), name
+    names = entries(folder / "run" / "checkpoints")
     assert names == ["latest", "step-4", "step-6"], "the last save was waited for, and the first one rotated away"
     return flags
 
@@ -114,72 +95,6 @@ def test_steps_taken_before_the_files_are_written_do_not_reach_them(
     assert any("step-4" in line and line.startswith("resuming from") for line in said)
     want, got = read_metrics(tmp_path / "foreground" / "run"), read_metrics(tmp_path / "run")
     assert [untimed(line) for line in got.values()] == [untimed(line) for line in want.values()]
-
-
-def train_with_a_full_disk(
-    rank: int, world_size: int, flags: Flags, *, again: bool = True
-) -> tuple[str, list[str], list[str]]:
-    """In the second save, or `again` and again, rank 1 cannot write its optimizer's state; step 7 waits for that.
-
-    The error, who wrote files, and what was said.
-    """
-    from recipe.engine.engine import Engine
-    from recipe.shared.errors import CheckpointWriteError
-    from recipe.train.records import ProgressBar
-
-    write, update, num_writes, num_steps = torch.save, Engine.update, 0, 0
-    writers: set[str] = set()
-    said: list[str] = []
-
-    def updating(self: Engine, **kwargs: Any) -> float:
-        nonlocal num_steps
-        num_steps += 1
-        for thread in threading.enumerate() if num_steps == 7 else []:
-            if thread.name == "saving step-6":
-                thread.join(WAIT_S)
-        return update(self, **kwargs)
-
-    def fail_later(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal num_writes
-        writers.add(threading.current_thread().name)
-        if "optim_states" in str(file):
-            num_writes += 1
-            if (num_writes > 1 if again else num_writes == 2) and rank == world_size - 1:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), Path(str(file)).name)
-        write(value, file, *args, **kwargs)
-
-    with (
-        patch.object(torch, "save", fail_later),
-        patch.object(Engine, "update", updating),
-        patch.object(ProgressBar, "say", lambda bar, text: said.append(text)),
-        pytest.raises(CheckpointWriteError) as caught,
-    ):
-        train_on_ranks(rank, world_size, flags)
-    return str(caught.value), sorted(writers), said
-
-
-@pytest.mark.slow
-def test_r_ckpt_10_a_full_disk_in_the_background_ends_all_ranks_before_the_next_save(tmp_path: Path) -> None:
-    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1}) | {"save_steps": 3, "max_steps": 12}
-    answers = run_ranks(train_with_a_full_disk, 2, flags | {"async_save": True})
-    assert answers[0][:2] == answers[1][:2]
-    text, writers, _ = answers[0]
-    assert writers == ["saving step-3", "saving step-6"]
-    assert f"step-6 could not be saved in {tmp_path / 'run' / 'checkpoints'}: rank 1: OSError: [Errno 28]" in text
-    assert "The other checkpoints are untouched: step-3" in text
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step-3"]
-    assert max(read_metrics(tmp_path / "run")) in (7, 8), "asked in every step, heard at its end"
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
-def test_steps_after_a_save_that_failed_in_the_background_are_saved_at_the_end(again: bool, tmp_path: Path) -> None:
-    flags = write_inputs(tmp_path) | {"save_steps": 3, "max_steps": 7, "async_save": True, "hf_save": "never"}
-    text, writers, said = run_ranks(train_with_a_full_disk, 1, flags, again=again)[0]
-    assert writers == ["saving step-3", "saving step-6", "saving step-7"]
-    assert text.startswith("step-6 could not be saved in "), "the first error"
-    assert "a save in the background has failed; trying step 7 before leaving with its error" in said
-    root = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in root.iterdir()) == ["latest", "step-3", *([] if again else ["step-7"])]
 
 
 def train_until_told_in_a_save(rank: int, world_size: int, flags: Flags) -> tuple[Any, list[str]]:
@@ -223,7 +138,7 @@ def test_r_ckpt_11_a_stop_completes_the_save_in_flight_and_saves_its_own_step(wo
     assert (results["steps"], results["stopped"]) == (4, True)
     assert "told to stop: saving step 4, then leaving" in said
     root = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in root.iterdir()) == ["latest", "step-2", "step-4"]
+    assert entries(root) == ["latest", "step-2", "step-4"]
     assert os.readlink(root / "latest") == "step-4"
     for step in (2, 4):
         verify_checkpoint(root / f"step-{step}", ranks=OneRank())

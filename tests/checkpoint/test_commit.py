@@ -6,9 +6,10 @@ import json
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,28 +22,8 @@ from recipe.checkpoint.manifest import share_of_files
 from recipe.shared.errors import CheckpointWriteError
 from recipe.shared.ranks import OneRank, Ranks, RanksMissingError, TorchRanks
 from tests.ranks import run_ranks
+from tests.saves import entries, fail, save, write_file
 from tests.thread_ranks import on_threads
-
-
-def save(root: Path, step: int, *, keep: int | None = None, write: Writer | None = None) -> Path:
-    def two_files(folder: Path, files: Files) -> None:
-        (folder / "hf").mkdir()
-        (folder / "hf" / "model.bin").write_bytes(bytes([step % 256]) * 10_000)
-        (folder / "state.json").write_text(json.dumps({"step": step}))
-
-    what = Save(root=root, step=step, keep=keep, details={"step": step})
-    return write_checkpoint(what, ranks=OneRank(), write=write or two_files)
-
-
-def write_file(name: str) -> Writer:
-    def write(folder: Path, files: Files) -> None:
-        (folder / name).write_bytes(b"x")
-
-    return write
-
-
-def entries(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def steps(root: Path) -> list[int]:
@@ -54,11 +35,8 @@ def test_a_checkpoint_lists_its_files_with_size_and_checksum(tmp_path: Path) -> 
     assert folder == tmp_path / "checkpoints" / "step-7"
     assert entries(folder) == ["hf", "manifest.json", "state.json"]
     manifest = json.loads((folder / "manifest.json").read_text())
-    content = bytes([7]) * 10_000
-    assert manifest["files"]["hf/model.bin"] == {
-        "size_bytes": 10_000,
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+    sha256 = hashlib.sha256(bytes([7]) * 10_000).hexdigest()
+    assert manifest["files"]["hf/model.bin"] == {"size_bytes": 10_000, "sha256": sha256}
     assert (manifest["step"], manifest["format_version"], manifest["details"]) == (7, 1, {"step": 7})
     assert sorted(manifest["files"]) == ["hf/model.bin", "state.json"]
 
@@ -80,13 +58,6 @@ def test_r_ckpt_01_a_bad_latest_is_replaced_by_the_next_save(latest: str, tmp_pa
         (tmp_path / "latest").symlink_to("step-99")
     save(tmp_path, 1)
     assert os.readlink(tmp_path / "latest") == "step-1"
-
-
-def test_a_folder_called_latest_is_not_deleted(tmp_path: Path) -> None:
-    (tmp_path / "latest").mkdir()
-    with pytest.raises(CheckpointWriteError, match=r"latest is a folder, but it must be free for a link"):
-        save(tmp_path, 1)
-    assert entries(tmp_path) == ["latest"]
 
 
 def test_what_a_dead_run_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
@@ -114,35 +85,33 @@ def test_a_checkpoint_set_aside_for_a_new_one_that_never_came_is_put_back(tmp_pa
     verify_checkpoint(tmp_path / "step-2", ranks=OneRank())
 
 
-def test_r_ckpt_04_rotation_goes_by_step_number_not_by_name(tmp_path: Path) -> None:
-    for step in (900, 1000, 9900, 10000):
-        save(tmp_path, step, keep=2)
-    assert steps(tmp_path) == [9900, 10000]
+def touch_the_oldest(root: Path) -> None:
+    os.utime(root / "step-900", (4e9, 4e9))
 
 
-def test_r_ckpt_04_rotation_does_not_look_at_times(tmp_path: Path) -> None:
-    for step in (900, 1000, 9900):
+def break_two(root: Path) -> None:
+    (root / "step-2" / "state.json").unlink()
+    (root / "step-4" / "manifest.json").write_text("{")
+    (root / "step-0").mkdir()  # without a manifest: somebody else's
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "last", "keep", "want"),
+    [
+        pytest.param((900, 1000, 9900), Path.exists, 10000, 2, [9900, 10000], id="by step number, not by name"),
+        pytest.param((900, 1000, 9900), touch_the_oldest, 10000, 2, [9900, 10000], id="whatever the times"),
+        pytest.param((100, 2000, 3000), Path.exists, 1000, 1, [1000, 2000, 3000], id="not what was just written"),
+        pytest.param((1, 2, 3, 4), break_two, 5, 2, [0, 3, 5], id="a broken one does not take a good one's place"),
+    ],
+)
+def test_r_ckpt_04_rotation_keeps_the_newest_complete_ones(
+    before: tuple[int, ...], change: Callable[[Path], Any], last: int, keep: int, want: list[int], tmp_path: Path
+) -> None:
+    for step in before:
         save(tmp_path, step)
-    os.utime(tmp_path / "step-900", (4e9, 4e9))
-    save(tmp_path, 10000, keep=2)
-    assert steps(tmp_path) == [9900, 10000]
-
-
-def test_r_ckpt_04_the_checkpoint_just_written_is_never_deleted(tmp_path: Path) -> None:
-    for step in (100, 2000, 3000):
-        save(tmp_path, step)
-    save(tmp_path, 1000, keep=1)  # training went back to an earlier step
-    assert steps(tmp_path) == [1000, 2000, 3000]
-
-
-def test_r_ckpt_04_a_broken_checkpoint_does_not_take_a_good_ones_place(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step)
-    (tmp_path / "step-2" / "state.json").unlink()
-    (tmp_path / "step-4" / "manifest.json").write_text("{")
-    (tmp_path / "step-0").mkdir()  # without a manifest: somebody else's
-    save(tmp_path, 5, keep=2)
-    assert steps(tmp_path) == [0, 3, 5]
+    change(tmp_path)
+    save(tmp_path, last, keep=keep)
+    assert steps(tmp_path) == want
 
 
 @pytest.mark.parametrize("keep", [0, -1])
@@ -151,22 +120,21 @@ def test_r_ckpt_04_keeping_none_is_refused(keep: int, tmp_path: Path) -> None:
         save(tmp_path, 1, keep=keep)
 
 
-def _save_with_a_failing_rank(ranks: Ranks, root: Path, *, failing: int) -> None:
-    def write(folder: Path, files: Files) -> None:
-        (folder / f"rank{ranks.rank}.bin").write_bytes(b"x" * 1000)
-        if ranks.rank == failing:
-            with open("/dev/full", "wb", buffering=0) as file:
-                file.write(b"x")
-
-    write_checkpoint(Save(root=root, step=20, keep=1, details={}, expected_bytes=123_456), ranks=ranks, write=write)
-
-
 @pytest.mark.parametrize("failing", [0, 2])
 def test_r_ckpt_10_a_full_disk_on_one_rank_fails_all_alike_and_leaves_the_previous_checkpoint(
     failing: int, tmp_path: Path
 ) -> None:
+    def save_with_a_failing_rank(ranks: Ranks) -> None:
+        def write(folder: Path, files: Files) -> None:
+            (folder / f"rank{ranks.rank}.bin").write_bytes(b"x" * 1000)
+            if ranks.rank == failing:
+                with open("/dev/full", "wb", buffering=0) as file:
+                    file.write(b"x")
+
+        save(tmp_path, 20, keep=1, expected_bytes=123_456, ranks=ranks, write=write)
+
     save(tmp_path, 10)
-    errors = on_threads(3, lambda ranks: _save_with_a_failing_rank(ranks, tmp_path, failing=failing))
+    errors = on_threads(3, save_with_a_failing_rank)
     assert [type(error) for error in errors] == [CheckpointWriteError] * 3
     assert len({str(error) for error in errors}) == 1
     message = str(errors[0])
@@ -180,8 +148,8 @@ def test_r_ckpt_10_a_full_disk_on_one_rank_fails_all_alike_and_leaves_the_previo
 
 @contextmanager
 def small_files_only() -> Iterator[None]:
-    """The kernel cuts every file off at 4096 bytes, as a quota does; not for longer than it takes, for it is meant for
-    this whole process, its log included."""
+    """The kernel cuts every file off at 4096 bytes, as a quota does. The limit is for this whole process, its log
+    included, so it holds no longer than it takes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -199,13 +167,34 @@ def test_r_ckpt_10_a_save_cut_off_by_the_system_removes_its_partial_files(tmp_pa
     assert entries(tmp_path) == ["latest", "step-10"]
 
 
-def test_a_failed_first_save_says_that_there_is_no_other(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointWriteError, match=r"RuntimeError: no\. .*\. There is no other checkpoint"):
-        save(tmp_path / "new", 1, write=_raise)
+def nothing(folder: Path, files: Files) -> None:
+    return None
+
+
+def link(folder: Path, files: Files) -> None:
+    (folder / "link").symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize(
+    ("write", "match"),
+    [
+        (fail, r"RuntimeError: no\. .*\. There is no other checkpoint"),
+        (nothing, "no rank wrote a file"),
+        (write_file("manifest.json"), "manifest.json was written into the checkpoint, but that name"),
+        (link, "link is neither a plain file nor a folder"),
+    ],
+)
+def test_a_save_that_cannot_be_is_refused_and_leaves_nothing(write: Writer, match: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointWriteError, match=match):
+        save(tmp_path / "new", 1, write=write)
     assert entries(tmp_path / "new") == []
 
 
-def test_a_root_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_called_latest_is_not_deleted_and_a_root_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointWriteError, match=r"latest is a folder, but it must be free for a link"):
+        save(tmp_path, 1)
+    assert entries(tmp_path) == ["latest"]
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointWriteError, match=r"could not be saved in .*file/checkpoints: rank 0: NotADirectory"):
         save(tmp_path / "file" / "checkpoints", 1)
@@ -217,7 +206,7 @@ def test_partial_files_that_stay_are_admitted(tmp_path: Path, monkeypatch: pytes
 
     def write(folder: Path, files: Files) -> None:
         monkeypatch.setattr("recipe.checkpoint.folders.shutil.rmtree", refuse)
-        _raise(folder, files)
+        fail(folder, files)
 
     with pytest.raises(CheckpointWriteError, match=r"RuntimeError: no\. .* they could not all be removed .*busy"):
         save(tmp_path, 1, write=write)
@@ -235,11 +224,6 @@ def test_a_failure_after_the_rename_says_that_the_checkpoint_is_complete(
     verify_checkpoint(tmp_path / "step-1", ranks=OneRank())
 
 
-def test_a_checkpoint_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointWriteError, match="no rank wrote a file"):
-        save(tmp_path, 1, write=lambda folder, files: None)
-
-
 def test_a_file_that_the_first_rank_does_not_see_is_named(tmp_path: Path) -> None:
     """As on a node whose file system is its own below the folder of the checkpoint."""
 
@@ -248,7 +232,7 @@ def test_a_file_that_the_first_rank_does_not_see_is_named(tmp_path: Path) -> Non
             elsewhere = tmp_path / "local" if ranks.rank else folder
             files.write(folder / f"rank{ranks.rank}", lambda path: (elsewhere / path.name).write_bytes(b"x"))
 
-        write_checkpoint(Save(root=tmp_path / "root", step=1, keep=None, details={}), ranks=ranks, write=write)
+        save(tmp_path / "root", 1, ranks=ranks, write=write)
 
     (tmp_path / "local").mkdir()
     for error in on_threads(2, save_together):
@@ -259,45 +243,26 @@ def test_a_file_that_the_first_rank_does_not_see_is_named(tmp_path: Path) -> Non
     assert entries(tmp_path / "root") == []
 
 
-def test_the_manifests_name_is_reserved(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointWriteError, match=r"manifest.json was written into the checkpoint, but that name"):
-        save(tmp_path, 1, write=write_file("manifest.json"))
-
-
-def test_a_link_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointWriteError, match=r"link is neither a plain file nor a folder"):
-        save(tmp_path, 1, write=lambda folder, files: (folder / "link").symlink_to("/etc/hostname"))
-
-
-def test_ranks_at_different_steps_are_told_so(tmp_path: Path) -> None:
-    def save_own_step(ranks: Ranks) -> None:
-        write_checkpoint(Save(root=tmp_path, step=ranks.rank + 4, keep=None, details={}), ranks=ranks, write=_raise)
-
-    for error in on_threads(2, save_own_step):
-        assert type(error) is ValueError
-        assert str(error) == "the ranks disagree on the step they are saving: {0: 4, 1: 5}"
-    assert entries(tmp_path) == []
-
-
 def test_a_folder_that_not_all_ranks_share_is_refused(tmp_path: Path) -> None:
     """Each rank gets a root of its own, as on nodes with local disks."""
-
-    def save_locally(ranks: Ranks) -> None:
-        root = tmp_path / f"disk{ranks.rank}"
-        write_checkpoint(Save(root=root, step=1, keep=None, details={}), ranks=ranks, write=_raise)
-
-    for error in on_threads(2, save_locally):
+    for error in on_threads(2, lambda ranks: save(tmp_path / f"disk{ranks.rank}", 1, ranks=ranks, write=fail)):
         assert isinstance(error, CheckpointWriteError)
         assert "rank 1: FileNotFoundError" in str(error)
         assert "the output folder must be on a file system that all ranks share" in str(error)
+
+
+def test_ranks_at_different_steps_are_told_so(tmp_path: Path) -> None:
+    for error in on_threads(2, lambda ranks: save(tmp_path, ranks.rank + 4, ranks=ranks, write=fail)):
+        assert type(error) is ValueError
+        assert str(error) == "the ranks disagree on the step they are saving: {0: 4, 1: 5}"
+    assert entries(tmp_path) == []
 
 
 def test_files_are_shared_out_evenly_and_every_one_has_one_reader() -> None:
     sizes = {f"big{i}": 1_000_000 for i in range(4)} | {f"small{i}": 0 for i in range(8)} | {"odd": 300_000}
     shares = [share_of_files(sizes, rank=rank, world_size=4) for rank in range(4)]
     assert sorted(name for share in shares for name in share) == sorted(sizes)
-    loads = [sum(sizes[name] for name in share) for share in shares]
-    assert max(loads) == 1_300_000
+    assert max(sum(sizes[name] for name in share) for share in shares) == 1_300_000
     assert max(len(share) for share in shares) <= 4
 
 
@@ -309,37 +274,35 @@ def test_ranks_hash_in_parallel_and_write_one_manifest(tmp_path: Path) -> None:
             met.wait(5)  # a collective of the writer's own
             (folder / f"rank{ranks.rank}.bin").write_bytes(bytes([ranks.rank]) * 5000)
 
-        return write_checkpoint(Save(root=tmp_path, step=1, keep=None, details={"by": 3}), ranks=ranks, write=write)
+        return save(tmp_path, 1, ranks=ranks, write=write)
 
     assert on_threads(3, save_together) == [tmp_path / "step-1"] * 3
     results = on_threads(3, lambda ranks: verify_checkpoint(tmp_path / "step-1", ranks=ranks))
     assert [sorted(manifest.files) for manifest in results] == [["rank0.bin", "rank1.bin", "rank2.bin"]] * 3
 
 
-def _save_one_sided(rank: int, world_size: int, caller: int, root: str, released: str) -> str | None:
-    message = None
+def _save_one_sided(rank: int, world_size: int, caller: int, root: Path, released: Path) -> str | None:
     if rank == caller:
-        save = Save(root=Path(root), step=3, keep=None, details={})
+        what = Save(root=root, step=3, keep=None, details={})
         with pytest.raises(RanksMissingError) as caught:
-            write_checkpoint(save, ranks=TorchRanks(), write=_raise, meet_timeout_s=0.3)
-        message = str(caught.value)
-        Path(released).touch()
-    else:
-        while not Path(released).exists():
-            threading.Event().wait(0.01)
-        TorchRanks().meet("catching up", timeout_s=5.0)  # so that the next test starts with an equal count
-    return message
+            write_checkpoint(what, ranks=TorchRanks(), write=fail, meet_timeout_s=0.3)
+        released.touch()
+        return str(caught.value)
+    while not released.exists():
+        threading.Event().wait(0.01)
+    TorchRanks().meet("catching up", timeout_s=5.0)  # so that the next test starts with an equal count
+    return None
 
 
 @pytest.mark.parametrize("caller", [0, 1])
 def test_r_ckpt_12_saving_from_one_rank_names_the_missing_one_in_time(caller: int, tmp_path: Path) -> None:
     root, released = tmp_path / "checkpoints", tmp_path / "released"
-    messages = run_ranks(_save_one_sided, 2, caller, str(root), str(released), timeout_s=10.0)
+    messages = run_ranks(_save_one_sided, 2, caller, root, released, timeout_s=10.0)
     assert f"saving step-3: rank {caller} waited 0.3 s, but ranks [{1 - caller}] of 2 did not come" in messages[caller]
     assert not root.exists()
 
 
-def _save_on_gloo(rank: int, world_size: int, root: str) -> int:
+def _save_on_gloo(rank: int, world_size: int, root: Path) -> int:
     import torch
     import torch.distributed as dist
 
@@ -348,14 +311,10 @@ def _save_on_gloo(rank: int, world_size: int, root: str) -> int:
         dist.all_reduce(total)
         (folder / f"rank{rank}.txt").write_text(str(int(total)))
 
-    folder = write_checkpoint(Save(root=Path(root), step=1, keep=1, details={}), ranks=TorchRanks(), write=write)
+    folder = save(root, 1, keep=1, ranks=TorchRanks(), write=write)
     return len(verify_checkpoint(folder, ranks=TorchRanks()).files)
 
 
 def test_a_real_group_saves_and_verifies_together(tmp_path: Path) -> None:
-    assert run_ranks(_save_on_gloo, 2, str(tmp_path)) == [2, 2]
+    assert run_ranks(_save_on_gloo, 2, tmp_path) == [2, 2]
     assert (tmp_path / "latest" / "rank1.txt").read_text() == "2"
-
-
-def _raise(folder: Path, files: Files) -> None:
-    raise RuntimeError("no")

@@ -12,10 +12,11 @@ import torch
 
 from modeling.config import GatherMoeConfig
 from recipe.checkpoint.find import Checkpoint
-from recipe.checkpoint.open_state import open_training_state
+from recipe.checkpoint.native_files import open_training_state
 from recipe.checkpoint.whole import write_whole
-from tests.parity import Case, full_state, start_engine
+from tests.engine_runs import Case, start_engine, train_steps
 from tests.ranks import run_ranks
+from tests.referee import full_state
 from tests.resuming import (
     SAVED_AT,
     check_targets,
@@ -26,10 +27,10 @@ from tests.resuming import (
     held_by,
     make_source,
     resume,
-    train,
 )
 from tests.states import state_of
 
+BF16 = Case(bf16=True)
 ONE, DP, TP, BOTH, WIDE = Case(), Case(dp=2), Case(tp=2, ep=2), Case(dp=2, tp=2, ep=2), Case(tp=4, ep=4)
 # Between them all pairs of layouts, of stages, and of whole experts and slices of them.
 PAIRS = [
@@ -64,25 +65,24 @@ def test_r_ckpt_08_one_rank_goes_on_without_zero(tmp_path: Path) -> None:
     check_targets(make_source(tmp_path, Case(stage=2)), [Case(stage=0)])
 
 
-BF16 = [
-    Case(dp=2, tp=2, ep=2, stage=1, bf16=True),  # which is DeepSpeed's BF16_Optimizer
-    Case(dp=2, stage=2, bf16=True),
-    Case(tp=2, ep=1, stage=3, bf16=True),
-]
+TO_ANY = [BF16._replace(dp=2, stage=1), BF16._replace(tp=4, ep=4, stage=2), BF16._replace(dp=2, tp=2, ep=2, stage=3)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", BF16, ids=str)
-def test_r_ckpt_08_low_precision_goes_on_from_the_optimizers_own_numbers(tmp_path: Path, source: Case) -> None:
-    targets = [Case(dp=2, stage=1, bf16=True), Case(tp=4, ep=4, stage=2, bf16=True)]
-    targets += [Case(dp=2, tp=2, ep=2, stage=3, bf16=True), Case(stage=2)]
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        (BF16._replace(dp=2, tp=2, ep=2, stage=1), [*TO_ANY, Case(stage=2)]),  # which is DeepSpeed's BF16_Optimizer
+        (BF16._replace(dp=2, stage=2), [*TO_ANY, Case(stage=2)]),
+        (BF16._replace(tp=2, stage=3), [*TO_ANY, Case(stage=2)]),
+        (Case(dp=2, stage=1), [BF16._replace(tp=2, ep=2, stage=stage) for stage in (1, 2, 3)]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Case) else "",
+)
+def test_r_ckpt_08_one_precision_goes_on_in_another_from_the_optimizers_own_numbers(
+    tmp_path: Path, source: Case, targets: list[Case]
+) -> None:
     check_targets(make_source(tmp_path, source), targets, tolerance=0.02)
-
-
-@pytest.mark.slow
-def test_r_ckpt_08_full_precision_goes_on_in_low_precision(tmp_path: Path) -> None:
-    targets = [Case(tp=2, ep=2, stage=stage, bf16=True) for stage in (1, 2, 3)]
-    check_targets(make_source(tmp_path, Case(dp=2, stage=1)), targets, tolerance=0.02)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def resume_beside(
     from recipe.checkpoint.native import save_native
 
     engine = start_engine(config, full_state(config), case, **then)
-    train(engine, config, case, range(SAVED_AT))
+    train_steps(engine, config, case, range(SAVED_AT))
     save_native(engine, folder, rank_state={"rank": rank})
     want = held_by(engine)
     other = start_engine(config, full_state(config, seed=2), case, **now)
@@ -134,29 +134,33 @@ def resume_saying(engine: Any, checkpoint: Checkpoint, case: Case) -> list[str]:
         checkpoint,
         details=details_of(engine.model.config, case),
         seed=1,
-        merge=lambda states, *, dp_rank: {"rank": dp_rank},
         ranks=TorchRanks(),
         say=said.append,
     )
-    assert state == {"rank": engine.mesh.rank}, "in layouts of one rank per group"
+    assert state == (None if said else {"rank": engine.mesh.rank})
     return said
 
 
-@pytest.mark.slow
-def test_the_same_layout_under_another_optimizer_of_deepspeeds_is_cut_anew(tmp_path: Path) -> None:
-    case, low = Case(dp=2, stage=1, bf16=True), {"data_types": {"grad_accum_dtype": "bf16"}}
-    for number, (then, now) in enumerate([({}, low), (low, {})]):
-        (line,), _ = run_ranks(resume_beside, 2, tmp_path / str(number), config_of(), case, then, now)
-        classes = ["BF16_Optimizer", "DeepSpeedZeroOptimizer"][:: -1 if number else 1]
-        assert line.startswith("resuming dp=2 tp=1 ep=1 ZeRO-1 bf16 with other parts on the ranks")
-        assert f"({classes[0]} then, {classes[1]} now)" in line
+LOW, CUT = {"data_types": {"grad_accum_dtype": "bf16"}}, {"zero_optimization": {"stage": 3, "sub_group_size": 1000}}
 
 
 @pytest.mark.slow
-def test_the_same_layout_with_other_sub_groups_is_cut_anew(tmp_path: Path) -> None:
-    case, cut = Case(dp=2, stage=3), {"zero_optimization": {"stage": 3, "sub_group_size": 1000}}
-    (line,), _ = run_ranks(resume_beside, 2, tmp_path, config_of(), case, cut, {})
-    assert "with other parts on the ranks" in line
+@pytest.mark.parametrize(
+    ("case", "then", "now", "said"),
+    [
+        (BF16._replace(dp=2, stage=1), {}, LOW, "(BF16_Optimizer then, DeepSpeedZeroOptimizer now)"),
+        (BF16._replace(dp=2, stage=1), LOW, {}, "(DeepSpeedZeroOptimizer then, BF16_Optimizer now)"),
+        (Case(dp=2, stage=3), CUT, {}, "now)"),
+    ],
+    ids=["an optimizer of float32 before", "an optimizer of float32 now", "other sub-groups"],
+)
+def test_the_same_layout_with_other_parts_on_the_ranks_is_cut_anew(
+    tmp_path: Path, case: Case, then: dict[str, Any], now: dict[str, Any], said: str
+) -> None:
+    (line,), _ = run_ranks(resume_beside, 2, tmp_path, config_of(), case, then, now)
+    precision = "bf16" if case.bf16 else "fp32"
+    assert line.startswith(f"resuming dp=2 tp=1 ep=1 ZeRO-{case.stage} {precision} with other parts on the ranks")
+    assert said in line
 
 
 def test_the_same_layout_is_left_to_deepspeed(tmp_path: Path) -> None:
@@ -250,9 +254,9 @@ def resume_from_the_start(rank: int, world_size: int, folder: Path, config: Gath
     save_native(engine, folder, rank_state={})
     other = start_engine(config, full_state(config, seed=2), case._replace(stage=1))
     checkpoint = Checkpoint(0, folder, details_of(config, case))
-    load_elastic(other, checkpoint, seed=1, merge=lambda states, *, dp_rank: {}, ranks=TorchRanks())
+    load_elastic(other, checkpoint, seed=1, ranks=TorchRanks())
     assert counters_of(other)["steps"] == {0.0}
-    outcomes = [train(each, config, case, range(2)) for each in (engine, other)]
+    outcomes = [train_steps(each, config, case, range(2)) for each in (engine, other)]
     assert outcomes[0] == outcomes[1]
 
 
@@ -261,7 +265,7 @@ def test_a_checkpoint_before_the_first_step_goes_on(tmp_path: Path) -> None:
 
 
 def test_r_ckpt_09_another_layout_draws_from_the_seed_the_step_and_the_group() -> None:
-    from recipe.checkpoint.random_states import random_states, reseed, restore_random_states
+    from recipe.checkpoint.rank_files import random_states, reseed, restore_random_states
 
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.random()), torch.rand(()).item()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from modeling.auxiliary import TokenSums
-from recipe.train.metrics import StepMeter, combine_ranks, merge_meters
-from recipe.train.run import merge_rank_states
+from recipe.train.metrics import StepMeter, combine_ranks
+from recipe.train.resume import merge_rank_states
 from tests.ranks import run_ranks
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
@@ -115,13 +115,8 @@ def test_the_first_group_takes_over_the_sums_of_all_and_every_group_the_loads() 
     with pytest.raises(ValueError, match="nothing was added"):
         meters[1].take(peak_memory_bytes=1)
     assert [(state["elapsed_s"], state["loads"]) for state in (first, second)] == [(7.0, [[3.0, 4.0]])] * 2
-
-
-def test_groups_that_have_not_begun_a_line_have_nothing_to_merge() -> None:
-    states = [{"meter": StepMeter().state(), "elapsed_s": 1.0, "loads": None}] * 2
-    merged = merge_rank_states(states, dp_rank=0)
-    assert merged == {"meter": StepMeter().state(), "elapsed_s": 1.0, "loads": None}
-    assert merge_meters([]) == StepMeter().state()
+    fresh = {"meter": StepMeter().state(), "elapsed_s": 1.0, "loads": None}
+    assert merge_rank_states([fresh] * 2, dp_rank=0) == fresh, "of groups that have not begun a line"
 
 
 @pytest.mark.parametrize(

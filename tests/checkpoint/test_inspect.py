@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.checkpoint.values import scan_values
+from recipe.checkpoint.inspect_checkpoint import scan_values
 from recipe.cli import main
-from tests.parity import tiny_config
+from tests.referee import tiny_config
 from tests.states import MemoryState, details_of, save_whole, seal, state_of
+
+CHANGED = "its content has changed since it was written (SHA-256 differs)"
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +43,18 @@ def run(saved: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved, tmp_path / "run", symlinks=True)
 
 
-def inspect(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+def inspect(capsys: Capture, *arguments: Any) -> tuple[int, str, str]:
     """Exit code, standard output and error."""
     code = main(["inspect", *map(str, arguments)])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
-def inspect_json(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+def inspect_json(capsys: Capture, *arguments: Any) -> dict[str, Any]:
     return json.loads(inspect(capsys, *arguments, "--json")[1])
 
 
-def test_a_checkpoint_is_described(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_described(saved: Path, capsys: Capture) -> None:
     folder = saved / "checkpoints" / "step-3"
     code, out, _ = inspect(capsys, folder)
     assert code == 0
@@ -64,96 +67,86 @@ def test_a_checkpoint_is_described(saved: Path, capsys: pytest.CaptureFixture[st
         "            token store tokens-1a2b",
         "model       34,336 parameters, 22,048 active per token",
         "hf/         mixtral in float32",
-        f"sizes       expert_counts.json 2 bytes, hf/ 45 bytes, ranks/ 12 bytes, whole/ {size:.1f} KiB",
+        f"sizes       expert_counts.json 2 B, hf/ 45 B, ranks/ 12 B, whole/ {size:.0f} KiB",
         "health      complete: sizes and SHA-256 checksums of 5 files are as the manifest says",
     ]
 
 
-def test_a_run_folder_lists_its_checkpoints_and_describes_the_newest(
-    saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_folder_lists_its_checkpoints_and_describes_the_newest(saved: Path, capsys: Capture) -> None:
     code, out, _ = inspect(capsys, saved, "--no-checksums")
     assert code == 0
     header, first, second, empty, *rest = out.splitlines()
     assert header.split() == ["step", "layout", "ZeRO", "form", "tokens", "size", "state"]
     assert first.split()[:7] == ["3", "dp=2", "tp=2", "ep=2", "2", "whole", "576"]
-    assert second.split()[:9] == ["6", "dp=2", "tp=2", "ep=2", "3", "native", "1,152", "4.5", "KiB"]
+    assert second.split()[:9] == ["6", "dp=2", "tp=2", "ep=2", "3", "native", "1,152", "4", "KiB"]
     assert [line.endswith("  complete by size") for line in (first, second)] == [True, True]
-    assert empty == ""
-    assert rest[0] == f"checkpoint  {saved / 'checkpoints' / 'step-6'}"
+    assert (empty, rest[0]) == ("", f"checkpoint  {saved / 'checkpoints' / 'step-6'}")
     assert "state       native, DeepSpeed's files of dp=2 tp=2 ep=2, ZeRO-3, bf16" in rest
     assert rest[-1] == "health      complete: sizes (contents not compared) of 3 files are as the manifest says"
-    link = inspect(capsys, saved / "checkpoints" / "latest", "--no-checksums")
-    assert link[1].splitlines() == rest
+    assert inspect(capsys, saved / "checkpoints" / "latest", "--no-checksums")[1].splitlines() == rest
 
 
-def test_everything_is_there_for_programs(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_is_there_for_programs(saved: Path, capsys: Capture) -> None:
     content = inspect_json(capsys, saved / "checkpoints")
     assert [(found["step"], found["faults"]) for found in content["checkpoints"]] == [(3, []), (6, [])]
     assert content["error"] is None
     found = content["checkpoint"]
     assert (found["step"], found["form"], found["checksums"], found["hf"]) == (6, "native", True, None)
-    assert found["details"]["tokens"] == 1152
+    assert (found["details"]["tokens"], found["values"]) == (1152, None)
     assert found["parameters"] == {"total": 34336, "active": 22048}
     assert found["parts_bytes"] == {"deepspeed/": 1536, "hf/": 1536, "ranks/": 1536}
 
 
-def test_values_are_looked_at_where_that_is_asked(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_are_looked_at_where_that_is_asked(saved: Path, capsys: Capture) -> None:
     folder = saved / "checkpoints" / "step-3"
-    assert inspect_json(capsys, folder)["checkpoint"]["values"] is None
     tensors = state_of(tiny_config()).tensors
     values = inspect_json(capsys, folder, "--values")["checkpoint"]["values"]
     assert list(values) == ["weight", "exp_avg", "exp_avg_sq"]
     for kind, found in values.items():
         every = torch.cat([t.flatten() for key, t in tensors.items() if key.startswith(f"{kind}/")])
-        assert found["num_tensors"] == 21
+        assert (found["num_tensors"], found["num_not_finite"]) == (21, 0)
         assert found["num_elements"] == every.numel() == 34336
-        assert found["num_not_finite"] == 0
         assert found["norm"] == pytest.approx(every.double().norm().item())
         assert (found["min"], found["max"]) == (every.min().item(), every.max().item())
-    lines = inspect(capsys, folder, "--values")[1].splitlines()
-    assert lines[-1].startswith("exp_avg_sq  34,336 numbers, norm ")
-    assert lines[-1].endswith(" 0 not finite")
+    last = inspect(capsys, folder, "--values")[1].splitlines()[-1]
+    assert last.startswith("exp_avg_sq  34,336 numbers, norm ")
+    assert last.endswith(" 0 not finite")
 
 
 def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
     nan, inf = float("nan"), float("inf")
     state = MemoryState({"weight/a": torch.tensor([[3.0, nan], [inf, -4.0]]), "weight/b": torch.tensor([nan, nan])})
-    found = scan_values(state, piece_bytes=8)["weight"]
-    assert found == (2, 6, 3 + 1, 5.0, -4.0, 3.0)
+    assert scan_values(state, piece_bytes=8)["weight"] == (2, 6, 3 + 1, 5.0, -4.0, 3.0)
 
 
-def test_a_broken_checkpoint_is_described_and_then_an_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_checkpoint_is_described_and_then_an_error(run: Path, capsys: Capture) -> None:
     folder = run / "checkpoints" / "step-6"
-    content = bytearray(1536)
-    content[700] = 1
-    (folder / "ranks" / "file").write_bytes(content)
+    path = folder / "ranks" / "file"
+    path.write_bytes(b"\1" + bytes(1535))
     code, out, err = inspect(capsys, folder)
-    assert code == 12
-    fault = f"{folder / 'ranks' / 'file'}: its content has changed since it was written (SHA-256 differs)"
-    assert out.splitlines()[-1] == f"health      broken: {fault}"
-    assert err == f"gather-moe inspect: {fault}\n"
-    assert inspect_json(capsys, folder, "--values")["checkpoint"]["faults"] == [fault]
+    assert (code, err) == (12, f"gather-moe inspect: {path}: {CHANGED}\n")
+    assert out.splitlines()[-1] == f"health      broken: {path}: {CHANGED}"
+    assert inspect_json(capsys, folder, "--values")["checkpoint"]["faults"] == [f"{path}: {CHANGED}"]
     assert inspect(capsys, folder, "--no-checksums")[0] == 0
 
 
-def test_many_faults_are_counted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_faults_are_counted(run: Path, capsys: Capture) -> None:
     folder = run / "checkpoints" / "step-6"
-    for number in range(12):
-        (folder / f"file-{number}").write_bytes(b"x")
+    files = [folder / f"file-{number}" for number in range(12)]
+    for file in files:
+        file.write_bytes(b"x")
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").unlink()
     seal(folder, step=7, details=manifest["details"])
-    for number in range(12):
-        (folder / f"file-{number}").unlink()
+    for file in files:
+        file.unlink()
     code, out, _ = inspect(capsys, folder)
     assert code == 12
-    lines = out.splitlines()
-    assert f"health      broken: {folder / 'manifest.json'}: is of step 7, not of step-6" in lines
-    assert lines[-1] == "            and 3 more faults"
+    assert f"health      broken: {folder / 'manifest.json'}: is of step 7, not of step-6" in out.splitlines()
+    assert out.splitlines()[-1] == "            and 3 more faults"
 
 
-def test_broken_ones_in_a_run_folder_are_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_ones_in_a_run_folder_are_passed_over(run: Path, capsys: Capture) -> None:
     newest, older = run / "checkpoints" / "step-6", run / "checkpoints" / "step-3"
     os.truncate(newest / "ranks" / "file", 5)
     code, out, _ = inspect(capsys, run)
@@ -172,36 +165,35 @@ def test_broken_ones_in_a_run_folder_are_passed_over(run: Path, capsys: pytest.C
 
 
 def test_contents_that_changed_are_in_the_table_and_say_why_the_newest_is_passed_over(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, capsys: Capture
 ) -> None:
     path = run / "checkpoints" / "step-6" / "ranks" / "file"
     path.write_bytes(b"\1" + bytes(1535))
-    reason = "its content has changed since it was written (SHA-256 differs)"
     code, out, _ = inspect(capsys, run)
     assert code == 0, "there is a complete one"
     _, older, newest, empty, *rest = out.splitlines()
     assert older.endswith("  complete")
-    assert newest.endswith(f"  broken: file: {reason}")
-    assert (empty, rest[0]) == ("", f"passed over step-6: {path}: {reason}")
+    assert newest.endswith(f"  broken: file: {CHANGED}")
+    assert (empty, rest[0]) == ("", f"passed over step-6: {path}: {CHANGED}")
     assert f"checkpoint  {run / 'checkpoints' / 'step-3'}" in rest
     found = inspect_json(capsys, run)
-    assert [(one["step"], one["faults"]) for one in found["checkpoints"]] == [(3, []), (6, [f"{path}: {reason}"])]
-    assert found["passed_over"] == [f"step-6: {path}: {reason}"]
+    assert [(one["step"], one["faults"]) for one in found["checkpoints"]] == [(3, []), (6, [f"{path}: {CHANGED}"])]
+    assert found["passed_over"] == [f"step-6: {path}: {CHANGED}"]
     assert inspect_json(capsys, run, "--no-checksums")["passed_over"] == []
 
 
-def test_what_is_no_checkpoint_has_an_exit_code_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = inspect(capsys, tmp_path / "nowhere")
-    assert (code, err) == (11, f"gather-moe inspect: {tmp_path / 'nowhere'} cannot be inspected: it is no folder\n")
-    code, _, err = inspect(capsys, tmp_path)
-    assert "cannot be inspected: it holds neither manifest.json nor any step-N folder" in err
-    (tmp_path / "step-4").mkdir()
-    code, _, err = inspect(capsys, tmp_path / "step-4")
+def test_what_is_no_checkpoint_has_an_exit_code_of_its_own(tmp_path: Path, capsys: Capture) -> None:
+    nowhere, step = tmp_path / "nowhere", tmp_path / "step-4"
+    code, _, err = inspect(capsys, nowhere)
+    assert (code, err) == (11, f"gather-moe inspect: {nowhere} cannot be inspected: it is no folder\n")
+    assert "inspected: it holds neither manifest.json nor any step-N folder" in inspect(capsys, tmp_path)[2]
+    step.mkdir()
+    code, _, err = inspect(capsys, step)
     assert code == 12
     assert "manifest.json: missing, so the checkpoint was never completed" in err
 
 
-def test_a_config_that_says_nothing_is_an_error_that_names_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_says_nothing_is_an_error_that_names_it(run: Path, capsys: Capture) -> None:
     folder = run / "checkpoints" / "step-3"
     (folder / "hf" / "config.json").write_text("[]" + " " * 43)
     code, _, err = inspect(capsys, folder, "--no-checksums")
@@ -210,11 +202,9 @@ def test_a_config_that_says_nothing_is_an_error_that_names_it(run: Path, capsys:
     assert "SHA-256 differs" in inspect(capsys, folder)[2]
 
 
-def test_details_of_other_writers_are_no_obstacle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "file").write_bytes(b"x")
-    seal(tmp_path / "a", step=2, details={})
-    code, out, _ = inspect(capsys, tmp_path / "a")
+def test_details_of_other_writers_are_no_obstacle(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    code, out, _ = inspect(capsys, seal(tmp_path, step=2, details={}))
     assert code == 0
     assert "state       native, DeepSpeed's files of dp=? tp=? ep=?, ZeRO-?, ?" in out
     assert "model " not in out

@@ -12,13 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from recipe.checkpoint.count_experts import ExpertCounter
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
-from recipe.checkpoint.expert_counts import ExpertCounts
+from recipe.checkpoint.expert_counts import ExpertCounter, ExpertCounts
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.manifest import read_manifest
 from recipe.shared.ranks import OneRank
-from recipe.train.results import TrainResults
+from recipe.train.loop import TrainResults
 from run_pretrain import report
 from tests.ranks import run_ranks
 from tests.training import Flags, train_on_ranks, write_inputs
@@ -46,25 +45,19 @@ def folder_of(flags: Flags, step: int) -> Path:
     return Path(flags["output_dir"]) / "checkpoints" / f"step-{step}"
 
 
-def flip_a_bit(folder: Path) -> None:
-    (path,) = folder.glob("deepspeed/*optim_states.pt")
+def test_r_ckpt_01_a_broken_checkpoint_of_the_last_step_is_replaced_and_one_that_is_complete_named(
+    flags: Flags,
+) -> None:
+    (path,) = folder_of(flags, 4).glob("deepspeed/*optim_states.pt")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def test_r_ckpt_01_a_broken_checkpoint_of_the_last_step_is_replaced(flags: Flags) -> None:
-    flip_a_bit(folder_of(flags, 4))
+    results, _ = run_ranks(train_on_ranks, 1, flags | {"max_steps": 2})[0]
+    assert results["checkpoint"] == str(folder_of(flags, 2)), "where it is, not the latest"
     results, said = run_ranks(train_on_ranks, 1, flags)[0]
     assert f"resuming from {folder_of(flags, 2)}" in said
     assert results["steps"] == 4
     verify_checkpoint(folder_of(flags, 4), ranks=OneRank())
-
-
-def test_a_run_that_needs_no_save_names_the_checkpoint_it_is_at_not_the_latest(flags: Flags) -> None:
-    flip_a_bit(folder_of(flags, 4))
-    results, _ = run_ranks(train_on_ranks, 1, flags | {"max_steps": 2})[0]
-    assert results["checkpoint"] == str(folder_of(flags, 2))
 
 
 def train_and_be_told(rank: int, world_size: int, flags: Flags, *, told: bool) -> tuple[Any, list[str]]:
@@ -131,15 +124,11 @@ def test_counts_are_those_since_the_last_save_or_where_nothing_was_counted_those
     for _ in range(2):
         counter.add(torch.tensor([[1, 0, 2]]))
     trained = ExpertCounts(first_step=5, last_step=6, counts=((2.0, 0.0, 4.0),))
-    assert counter.save(6, ranks=OneRank(), tp=1) == trained
-    assert counter.save(6, ranks=OneRank(), tp=1) == trained
-
-
-def test_a_model_without_experts_has_no_counts() -> None:
-    counter = ExpertCounter(step=0, saved=None)
-    assert counter.save(0, ranks=OneRank(), tp=1) is None
-    counter.add(torch.zeros(0, 4))
-    assert counter.save(1, ranks=OneRank(), tp=1) is None
+    assert [counter.save(6, ranks=OneRank(), tp=1) for _ in range(2)] == [trained] * 2
+    without_experts = ExpertCounter(step=0, saved=None)
+    assert without_experts.save(0, ranks=OneRank(), tp=1) is None
+    without_experts.add(torch.zeros(0, 4))
+    assert without_experts.save(1, ranks=OneRank(), tp=1) is None
 
 
 def train_where_rank_1_sees_no_weights(rank: int, world_size: int, flags: Flags) -> tuple[Any, list[str]]:

@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from modeling.shard_table import Ranges
-from recipe.checkpoint.native_files import NativeFiles
-from recipe.checkpoint.open_state import open_training_state
+from recipe.checkpoint.native_files import NativeFiles, open_training_state
 from recipe.checkpoint.rank_files import rank_path, read_rank_file
-from recipe.checkpoint.training_state import KINDS, Overlap, boxes_between, copy_run, cut, everything, overlaps
+from recipe.checkpoint.training_state import KINDS, Overlap, copy_run, cut, everything, overlaps
 from recipe.shared.errors import CheckpointBrokenError
+from tests.engine_runs import Case, join_shards
 from tests.flat_files import write_by_hand
-from tests.parity import Case, mixed_config
-from tests.resuming import Source, config_of, details_of, make_source, whole
-from tests.states import MemoryState, read_all, state_of
+from tests.referee import mixed_config
+from tests.resuming import Source, config_of, details_of, make_source
+from tests.states import MemoryState, part_of, read_all, state_of
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +30,8 @@ def open_files(source: Source) -> NativeFiles:
     return state
 
 
-def made_details(*, dp: int, stage: int) -> dict[str, Any]:
-    return details_of(config_of(), Case(dp=dp, stage=stage))
-
-
-def part_of(tensor: Tensor, ranges: tuple[Ranges, ...]) -> Tensor:
-    for dim, pieces in enumerate(ranges):
-        tensor = torch.cat([tensor.narrow(dim, start, end - start) for start, end in pieces], dim=dim)
-    return tensor
+def open_made(folder: Path, *, dp: int, stage: int) -> NativeFiles:
+    return NativeFiles(folder, details=details_of(config_of(), Case(dp=dp, stage=stage)))
 
 
 def test_every_tensor_is_there_whole(source: Source) -> None:
@@ -79,7 +72,7 @@ def test_parts_come_together_from_the_shards_of_many_ranks(tmp_path: Path, stage
     state = open_files(source)
     name, ranges = "model.layers.1.mlp.experts.gate_up_proj", (((1, 3),), ((12, 20), (44, 52)), ((5, 30),))
     for kind in KINDS:
-        tensors = whole([outcome.held[kind] for outcome in source.by_rank], config, case)
+        tensors = join_shards([outcome.held[kind] for outcome in source.by_rank], config, case)
         assert torch.equal(state.read(name, kind=kind, ranges=ranges), part_of(tensors[name], ranges)), kind
         for other, tensor in tensors.items():
             assert torch.equal(state.read(other, kind=kind, ranges=everything(tuple(tensor.shape))), tensor), other
@@ -99,7 +92,7 @@ def made() -> MemoryState:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_tensors_come_together_from_parts_that_end_within_rows(tmp_path: Path, made: MemoryState, stage: int) -> None:
     write_by_hand(tmp_path, made, dp=3, stage=stage)
-    state = NativeFiles(tmp_path, details=made_details(dp=3, stage=stage))
+    state = open_made(tmp_path, dp=3, stage=stage)
     assert state.step == made.step
     got = read_all(state)
     assert got.keys() == made.tensors.keys()
@@ -117,7 +110,7 @@ def test_files_without_any_of_the_part_are_not_opened(tmp_path: Path, made: Memo
     for rank in (1, 2):  # under ZeRO 2 the first rank has the first parameters, under ZeRO 3 the first rows of each
         for path in [tmp_path / "ranks" / f"rank-0000{rank}.pt", *tmp_path.glob(f"deepspeed/*rank_{rank}_*")]:
             path.unlink()
-    state = NativeFiles(tmp_path, details=made_details(dp=3, stage=stage))
+    state = open_made(tmp_path, dp=3, stage=stage)
     name, ranges = "model.embed_tokens.weight", (((0, 3),), ((2, 9),))
     for kind in KINDS:
         part = state.read(name, kind=kind, ranges=ranges)
@@ -138,7 +131,7 @@ def test_optimizer_state_may_be_missing_only_before_the_first_step(
 
     def save_and_open() -> NativeFiles:
         torch.save(content, path)
-        return NativeFiles(tmp_path, details=made_details(dp=1, stage=stage))
+        return open_made(tmp_path, dp=1, stage=stage)
 
     norm = {"name": "model.norm.weight", "ranges": (((0, 32),),)}
     del moments[0]["exp_avg_sq"]
@@ -156,16 +149,6 @@ def test_optimizer_state_may_be_missing_only_before_the_first_step(
     assert not state.read(kind="exp_avg_sq", **norm).any()
 
 
-def test_elements_in_row_major_order_are_parts_of_the_tensor() -> None:
-    whole = torch.arange(3 * 2 * 5).view(3, 2, 5)
-    for start, end in combinations(range(whole.numel() + 1), 2):
-        boxes = list(boxes_between((3, 2, 5), start, end))
-        parts = [whole[tuple(slice(*spans) for spans in box)].flatten() for box in boxes]
-        assert torch.equal(torch.cat(parts), whole.flatten()[start:end]), (start, end)
-        assert len(boxes) <= 5
-    assert list(boxes_between((3, 2), 4, 4)) == []
-
-
 def test_a_run_gives_what_it_has_of_a_part() -> None:
     shape, box = (3, 4, 5), (Overlap(0, 1, 2), Overlap(0, 1, 2), Overlap(0, 2, 3))
     whole = torch.arange(1, 61).float().view(shape)
@@ -178,14 +161,11 @@ def test_a_run_gives_what_it_has_of_a_part() -> None:
         assert num_copied == has.sum()
 
 
-def test_indices_are_cut_out_of_those_that_a_shard_has() -> None:
+def test_ranges_are_cut_and_overlap_counted_in_the_parts_not_in_the_whole() -> None:
     assert cut(((4, 8), (12, 16)), 2, 6) == ((6, 8), (12, 14))
     assert cut(((4, 8), (12, 16)), 0, 4) == ((4, 8),)
     assert cut(((4, 8),), 3, 9) == ((7, 8),), "the rest is padding"
     assert cut(((4, 8),), 5, 9) == ()
-
-
-def test_overlaps_are_counted_in_the_parts_not_in_the_whole() -> None:
     assert overlaps(((4, 8),), ((0, 5), (6, 10))) == [Overlap(0, 4, 1), Overlap(2, 5, 2)]
     assert overlaps(((6, 8), (0, 2)), ((1, 7),)) == [Overlap(0, 5, 1), Overlap(3, 0, 1)]
     assert overlaps(((0, 2),), ((2, 4),)) == []
@@ -204,9 +184,9 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     norm = {"name": "model.norm.weight", "kind": "weight", "ranges": (((0, 32),),)}
     bias = norm | {"name": "model.layers.1.mlp.gate.e_score_correction_bias", "ranges": (((0, 8),),)}
 
-    places = read_rank_file(tmp_path, 0).partition.places
-    norm_place = places["model.norm.weight"]
-    short = {**places, "model.norm.weight": norm_place._replace(width=31 - norm_place.first)}
+    positions = read_rank_file(tmp_path, 0).partition.positions
+    of_norm = positions["model.norm.weight"]
+    short = {**positions, "model.norm.weight": of_norm._replace(width=31 - of_norm.first)}
     contents = {path: path.read_bytes() for path in (model, optimizer, rank)}
     for broken, request, match in [
         (lambda: change(rank, places=short), norm, "of model.norm.weight, 31 of 32 elements are in the files"),

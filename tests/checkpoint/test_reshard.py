@@ -24,14 +24,11 @@ from recipe.shared.errors import (
     NotEnoughSpaceError,
 )
 from recipe.shared.ranks import OneRank
-from tests.parity import mixed_config
-from tests.states import details_of, read_all, save_whole, state_of
+from tests.referee import mixed_config
+from tests.saves import entries
+from tests.states import details_of, ignore, read_all, save_whole, state_of
 
 SMALL = Pieces(piece_bytes=4000, max_file_bytes=100_000)
-
-
-def ignore(line: str) -> None:
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +60,10 @@ def test_every_tensor_and_file_is_carried_over(saved: Path, tmp_path: Path) -> N
         assert after.files[name] == before.files[name]
     assert sum(after.sizes_bytes.values()) == done.num_bytes
     assert said == [f"comparing {saved} with its manifest", f"reading step 3 from {saved}, which is complete"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-def test_the_result_is_a_checkpoint_to_resume_from(saved: Path, tmp_path: Path) -> None:
-    out = tmp_path / "elsewhere" / "any-name"
-    reshard(saved, out=out, say=ignore)
-    found = find_checkpoint(tmp_path / "run", resume=str(out), ranks=OneRank(), say=ignore)
+    assert entries(tmp_path) == ["out"]
+    found = find_checkpoint(tmp_path / "run", resume=str(tmp_path / "out"), ranks=OneRank(), say=ignore)
     assert found is not None
-    assert (found.step, found.folder) == (3, out)
+    assert (found.step, found.folder) == (3, tmp_path / "out")
 
 
 def test_a_folder_may_be_called_auto(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +82,7 @@ def test_of_a_run_folder_the_newest_complete_checkpoint_is_taken(source: Path, t
     assert len(said) == 3
 
 
-def test_the_command_prints_both_counts(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_both_counts(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert main(["reshard", str(saved), str(out)]) == 0
     num = len(read_all(WholeTensors(saved / "whole")))
@@ -105,19 +95,20 @@ def test_the_command_prints_both_counts(
     assert capsys.readouterr().err == f"gather-moe reshard: {out} exists already; name a folder that does not\n"
 
 
-def test_a_place_that_cannot_be_written_to_is_refused_first(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"step-7 would name step 7, but .*step-3 is of step 3; call it step-3 or any"):
-        reshard(saved, out=tmp_path / "step-7", say=ignore)
-    with pytest.raises(ValueError, match="in lies inside the checkpoint that is read; name a folder outside of it"):
-        reshard(saved, out=saved / "hf" / "in", say=ignore)
+def test_a_folder_that_cannot_be_written_to_is_refused_first(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="dangling exists already"):
-        reshard(saved, out=tmp_path / "dangling", say=ignore)
+    for out, match in [
+        (tmp_path / "step-7", r"step-7 would name step 7, but .*step-3 is of step 3; call it step-3 or any"),
+        (saved / "hf" / "in", "in lies inside the checkpoint that is read; name a folder outside of it"),
+        (tmp_path / "dangling", "dangling exists already"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            reshard(saved, out=out, say=ignore)
     with pytest.raises(CheckpointMissingError, match="nowhere"):
         reshard(tmp_path / "nowhere", out=tmp_path / "out", say=ignore)
     full = SimpleNamespace(free=1000)
     with (
-        patch("recipe.checkpoint.space.shutil.disk_usage", return_value=full),
+        patch("recipe.checkpoint.folders.shutil.disk_usage", return_value=full),
         pytest.raises(NotEnoughSpaceError, match=r"only 1,000 bytes .* free; free some space or name a folder on"),
     ):
         reshard(saved, out=tmp_path / "out", say=ignore)
@@ -139,22 +130,24 @@ def remake(source: Path, *, leave_out: str = "", **details: Any) -> None:
     save_whole(source, state, details=changed)
 
 
-def test_r_ckpt_05_a_source_without_all_parameters_is_refused(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"leave_out": "layers.2.mlp.experts.down_proj"},
+            "step-3: its files hold 58,768 parameters, but a model of its settings has 66,960",
+        ),
+        ({"model.num_hidden_layers": 2}, "hold 66,960 parameters, but a model of its settings has 38,976"),
+        ({"model.vocab_size": None}, "manifest.json: its details say nothing of the model"),
+    ],
+)
+def test_r_ckpt_05_a_source_without_all_parameters_of_its_model_or_with_more_is_refused(
+    changes: dict[str, Any], match: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    remake(source, leave_out="layers.2.mlp.experts.down_proj")
+    remake(source, **changes)
     assert main(["reshard", str(source), str(tmp_path / "out")]) == 12
-    assert "step-3: its files hold 58,768 parameters, but a model of its settings has 66,960" in capsys.readouterr().err
+    assert match in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_r_ckpt_05_a_source_with_more_than_the_model_is_refused(source: Path, tmp_path: Path) -> None:
-    remake(source, **{"model.num_hidden_layers": 2})
-    with pytest.raises(CheckpointBrokenError, match=r"hold 66,960 parameters, but a model of its settings has 38,976"):
-        reshard(source, out=tmp_path / "out", say=ignore)
-    remake(source, **{"model.vocab_size": None})
-    with pytest.raises(CheckpointBrokenError, match=r"manifest.json: its details say nothing of the model"):
-        reshard(source, out=tmp_path / "out", say=ignore)
 
 
 def test_r_ckpt_05_a_tensor_that_is_read_back_otherwise_fails_the_command(
@@ -189,25 +182,29 @@ def test_r_ckpt_05_a_tensor_that_is_not_written_fails_the_command(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_write_that_fails_leaves_nothing_behind(saved: Path, tmp_path: Path) -> None:
+def copy_half(source: Path, target: Path) -> None:
+    target.write_bytes(source.read_bytes()[:5])
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        (
+            patch.object(whole, "write_tensors", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+            r"out could not be written: .* No space left on device; what was",
+        ),
+        (
+            patch("recipe.checkpoint.reshard.shutil.copyfile", copy_half),
+            r"2 files were not copied as they are: \['hf/config.json', 'ranks",
+        ),
+    ],
+    ids=["a full disk", "files that change"],
+)
+def test_what_cannot_be_written_or_copied_leaves_nothing_behind(
+    fault: Any, match: str, saved: Path, tmp_path: Path
+) -> None:
     left_by_a_killed_one = tmp_path / ".reshard-out" / "whole"
     left_by_a_killed_one.mkdir(parents=True)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with (
-        patch.object(whole, "write_tensors", side_effect=full),
-        pytest.raises(CheckpointWriteError, match=r"out could not be written: .* No space left on device; what was"),
-    ):
-        reshard(saved, out=tmp_path / "out", say=ignore)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_files_that_change_while_they_are_copied_are_noticed(saved: Path, tmp_path: Path) -> None:
-    def copy_half(source: Path, target: Path) -> None:
-        target.write_bytes(source.read_bytes()[:5])
-
-    with (
-        patch("recipe.checkpoint.reshard.shutil.copyfile", copy_half),
-        pytest.raises(CheckpointWriteError, match=r"2 files were not copied as they are: \['hf/config.json', 'ranks"),
-    ):
+    with fault, pytest.raises(CheckpointWriteError, match=match):
         reshard(saved, out=tmp_path / "out", say=ignore)
     assert list(tmp_path.iterdir()) == []

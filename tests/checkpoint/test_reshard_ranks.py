@@ -13,10 +13,10 @@ import torch
 from modeling.config import GatherMoeConfig
 from recipe.checkpoint.whole import WholeTensors
 from recipe.cli import main
-from tests.engine_runs import slow
+from tests.engine_runs import Case, slow
 from tests.flat_files import write_by_hand
-from tests.parity import Case, mixed_config, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import mixed_config, tiny_config
 from tests.states import MemoryState, details_of, read_all, seal, state_of
 from tests.training import read_metrics, train_on_ranks, write_ds_config, write_inputs
 
@@ -33,12 +33,12 @@ def save_state(
     from recipe.checkpoint.elastic import put_state
     from recipe.checkpoint.find import Checkpoint
     from recipe.checkpoint.native import parts_in_place, save_native
-    from tests.engine_runs import start
+    from tests.engine_runs import start_engine
 
     state = state or state_of(config)
     weights = {key.removeprefix("weight/"): t for key, t in state.tensors.items() if key.startswith("weight/")}
     with patch("modeling.init.initialise"):  # numbers that are all replaced, but take a second each ten million
-        engine = start(config, weights, case)
+        engine = start_engine(config, weights, case)
     with parts_in_place(engine):
         put_state(engine, state, checkpoint=Checkpoint(3, folder, {}))
     save_native(engine, folder, rank_state={})

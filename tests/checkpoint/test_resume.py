@@ -1,75 +1,44 @@
 """A run that is stopped and resumed goes on bitwise like one that never stopped."""
 
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.parity import Case, full_state, make_micro_batches, start_engine, tiny_config
+from tests.engine_runs import Case, make_micro_batches, slow, start_engine
 from tests.ranks import RankError, run_ranks
-from tests.training import read_metrics, train_on_ranks, write_ds_config, write_inputs
-
-TIMED = ("tokens_per_s", "model_flops_per_s", "mfu", "peak_memory_bytes")
-
-
-def native_tensors(checkpoint: Path) -> dict[str, Any]:
-    """Every tensor in DeepSpeed's files, by file and place."""
-    found: dict[str, Any] = {}
-
-    def walk(value: Any, place: str) -> None:
-        if isinstance(value, torch.Tensor):
-            found[place] = value
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                walk(item, f"{place}/{key}")
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                walk(item, f"{place}/{index}")
-
-    for file in sorted((checkpoint / "deepspeed").glob("*.pt")):
-        walk(torch.load(file, weights_only=False, map_location="cpu"), file.name)
-    return found
+from tests.referee import full_state, tiny_config
+from tests.training import check_resume, read_metrics, train_on_ranks, untimed, write_inputs
 
 
-def untimed(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key not in TIMED}
+def zero(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, "parallel": {"tp": 2}}
 
 
-def check_resume(folder: Path, *, world_size: int, ds_config: dict[str, Any], **changes: Any) -> None:
-    flags = write_inputs(folder) | write_ds_config(folder, **ds_config) | changes
-    straight, stopped = folder / "straight", folder / "stopped"
-    run_ranks(train_on_ranks, world_size, flags | {"output_dir": straight, "save_steps": 0})
-    flags |= {"output_dir": stopped, "save_steps": 3}
-    run_ranks(train_on_ranks, world_size, flags)
-    shutil.rmtree(stopped / "checkpoints" / "step-6")
-    _, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
-    assert any(f"resuming from {stopped}/checkpoints/step-3" in line for line in said)
-    assert any("dropped" in line and "after step 3" in line for line in said)
-    want, got = read_metrics(straight), read_metrics(stopped)
-    assert want.keys() == got.keys()
-    for step, line in want.items():
-        assert untimed(got[step]) == untimed(line), step
-    want_tensors = native_tensors(straight / "checkpoints" / "step-6")
-    got_tensors = native_tensors(stopped / "checkpoints" / "step-6")
-    assert want_tensors.keys() == got_tensors.keys()
-    assert len(want_tensors) > 20
-    for place, tensor in want_tensors.items():
-        assert torch.equal(got_tensors[place], tensor), place
+FOUR = {"gradient_accumulation_steps": 2, "router_z_loss_coef": 0.001}
+TIED = {"config_overrides": "tie_word_embeddings=true"}
 
 
-def test_one_rank_resumes_bitwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "ds_config", "changes"),
+    [
+        (1, {}, {}),
+        slow(4, zero(1), {**FOUR, "bf16": True}),
+        slow(4, zero(2), FOUR),
+        slow(4, zero(3), {**FOUR, "bf16": True}),
+        slow(2, zero(2), TIED),
+        slow(2, zero(3), TIED),
+    ],
+)
+def test_r_ckpt_13_ranks_resume_bitwise(
+    tmp_path: Path, world_size: int, ds_config: dict[str, Any], changes: dict[str, Any]
+) -> None:
     # Lines are logged every two steps, so the checkpoint of step 3 lies in the middle of one.
-    check_resume(tmp_path, world_size=1, ds_config={}, logging_steps=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "bf16"), [(1, True), (2, False), (3, True)])
-def test_four_ranks_resume_bitwise(tmp_path: Path, stage: int, bf16: bool) -> None:
-    ds_config = {"zero_optimization": {"stage": stage}, "parallel": {"tp": 2}}
-    changes = {"gradient_accumulation_steps": 2, "logging_steps": 2, "router_z_loss_coef": 0.001, "bf16": bf16}
-    check_resume(tmp_path, world_size=4, ds_config=ds_config, **changes)
+    check_resume(tmp_path, world_size=world_size, ds_config=ds_config, logging_steps=2, **changes)
 
 
 @pytest.mark.slow
@@ -136,13 +105,6 @@ def test_the_settings_of_the_resumed_run_hold_not_those_of_the_saved_one(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_r_ckpt_13_tied_embeddings_resume_bitwise(tmp_path: Path, stage: int) -> None:
-    ds_config = {"zero_optimization": {"stage": stage}, "parallel": {"tp": 2}}
-    check_resume(tmp_path, world_size=2, ds_config=ds_config, config_overrides="tie_word_embeddings=true")
-
-
-@pytest.mark.slow
 def test_r_ckpt_03_the_learning_rate_goes_on_after_a_resume(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"save_steps": 4, "max_steps": 9, "warmup_steps": 3}
     flags |= {"lr_scheduler_type": "cosine"}
@@ -159,3 +121,28 @@ def test_r_ckpt_03_the_learning_rate_goes_on_after_a_resume(tmp_path: Path) -> N
     shutil.rmtree(checkpoints / "step-9")
     _, said = run_ranks(train_on_ranks, 1, flags | {"max_steps": 10})[0]
     assert any("had max_steps=9 and now has 10" in line for line in said)
+
+
+def test_r_ckpt_09_random_states_are_restored_per_rank(tmp_path: Path) -> None:
+    draws = run_ranks(draw_save_draw_restore_draw, 2, tmp_path)
+    for before, after in draws:
+        assert before == after
+    assert draws[0][0] != draws[1][0]
+
+
+def draw_save_draw_restore_draw(rank: int, world_size: int, folder: Path) -> tuple[list[float], list[float]]:
+    from recipe.checkpoint.native import load_native, save_native
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.random()), torch.rand(1).item()]
+
+    config = tiny_config()
+    engine = start_engine(config, full_state(config), Case(dp=2, stage=2))
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    save_native(engine, folder, rank_state={"mark": rank})
+    before = draw()
+    draw()
+    assert load_native(engine, folder) == {"mark": rank}
+    return before, draw()

@@ -8,17 +8,26 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
+from recipe.checkpoint.folders import check_free_space
 from recipe.checkpoint.run_folder import RunFolder, claim_run_folder
-from recipe.checkpoint.space import check_free_space
 from recipe.shared.errors import CheckpointError, FolderInUseError, NotEnoughSpaceError, RanksFailedError
 from recipe.shared.ranks import OneRank
-from tests.checkpoint.test_commit import save
+from tests.saves import entries, save
 from tests.thread_ranks import on_threads
 
 PROJECT = Path(__file__).parents[2]
+CLAIM = """
+import pathlib, sys, time
+from recipe.checkpoint.run_folder import claim_run_folder
+from recipe.shared.ranks import OneRank
+folder = claim_run_folder(pathlib.Path(sys.argv[1]), ranks=OneRank(), resume=None, overwrite=False)
+print("claimed", flush=True)
+time.sleep(60)
+"""
 
 
 def claim(path: Path, *, resume: str | None = None, overwrite: bool = False) -> RunFolder:
@@ -35,16 +44,12 @@ def used(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_new_folder_is_made(tmp_path: Path) -> None:
+def test_a_new_folder_is_made_and_one_with_other_things_in_it_is_free(tmp_path: Path) -> None:
     with claim(tmp_path / "deep" / "run") as folder:
         assert folder.path.is_dir()
         assert folder.checkpoints == tmp_path / "deep" / "run" / "checkpoints"
-
-
-def test_a_folder_with_other_things_in_it_is_free(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").touch()
-    claim(tmp_path).release()
-    claim(tmp_path).release()  # the lock file itself does not count as a run
+    (tmp_path / "deep" / "run" / "notes.txt").touch()
+    claim(tmp_path / "deep" / "run").release()  # nor does the lock file count as a run
 
 
 def test_a_used_folder_is_refused_with_the_ways_out(used: Path) -> None:
@@ -60,8 +65,9 @@ def test_a_used_folder_is_refused_with_the_ways_out(used: Path) -> None:
 @pytest.mark.parametrize("resume", ["auto", "run/checkpoints/step-5", "run/checkpoints/latest", "run"])
 def test_resuming_continues_a_used_folder(resume: str, used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(used.parent)
+    (used / "checkpoints" / ".staging-step-6").mkdir()
     claim(used, resume=resume).release()
-    assert (used / "checkpoints" / "step-5").is_dir()
+    assert entries(used / "checkpoints") == ["latest", "step-5"], "what a dead run left is removed"
 
 
 def test_resuming_from_elsewhere_does_not_open_a_used_folder(used: Path) -> None:
@@ -71,32 +77,19 @@ def test_resuming_from_elsewhere_does_not_open_a_used_folder(used: Path) -> None
 
 
 def test_overwriting_deletes_the_old_run_and_nothing_else_once_it_is_asked_to(used: Path) -> None:
+    with pytest.raises(ValueError, match=r"would delete what resume_from_checkpoint=auto continues; give only one"):
+        claim(used, resume="auto", overwrite=True)
     said: list[str] = []
     with claim(used, overwrite=True) as folder:
         assert (used / "checkpoints" / "step-5").is_dir(), "a new run that cannot start must not cost the old one"
         folder.discard_old_run(ranks=OneRank(), say=said.append)
-    assert sorted(path.name for path in used.iterdir()) == [".lock", "notes.txt"]
+    assert entries(used) == [".lock", "notes.txt"]
     assert said == [f"overwriting {used}: deleting run.json, metrics.jsonl, checkpoints"]
 
 
-def test_overwriting_what_is_resumed_is_a_contradiction(used: Path) -> None:
-    with pytest.raises(ValueError, match=r"would delete what resume_from_checkpoint=auto continues; give only one"):
-        claim(used, resume="auto", overwrite=True)
-
-
-def test_claiming_removes_what_a_dead_run_left(used: Path) -> None:
-    (used / "checkpoints" / ".staging-step-6").mkdir()
-    claim(used, resume="auto").release()
-    assert sorted(path.name for path in (used / "checkpoints").iterdir()) == ["latest", "step-5"]
-
-
 def test_two_live_runs_never_share_a_folder_and_a_killed_one_frees_it(tmp_path: Path) -> None:
-    program = (
-        "import pathlib, sys, time; from tests.checkpoint.test_run_folder import claim; "
-        "folder = claim(pathlib.Path(sys.argv[1])); print('claimed', flush=True); time.sleep(60)"
-    )
     with subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CLAIM, tmp_path], cwd=PROJECT, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "claimed\n"
@@ -110,19 +103,16 @@ def test_two_live_runs_never_share_a_folder_and_a_killed_one_frees_it(tmp_path: 
     claim(tmp_path, resume="auto").release()
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("recipe.checkpoint.run_folder.fcntl.flock", refuse)
-    with pytest.raises(CheckpointError, match=r"cannot be locked against a second run \(.*No locks available\)"):
-        claim(tmp_path)
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_and_a_file_system_without_locks_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RanksFailedError, match=r"rank 0: NotADirectoryError: .*file/run"):
         claim(tmp_path / "file" / "run")
+    refusal = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    with (
+        patch("recipe.checkpoint.run_folder.fcntl.flock", side_effect=refusal),
+        pytest.raises(CheckpointError, match=r"cannot be locked against a second run \(.*No locks available\)"),
+    ):
+        claim(tmp_path)
 
 
 def test_every_rank_is_refused_alike_and_only_rank_0_locks(used: Path) -> None:
@@ -140,7 +130,7 @@ def test_every_rank_is_refused_alike_and_only_rank_0_locks(used: Path) -> None:
 def test_r_ckpt_10_a_disk_that_is_too_small_is_refused_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipe.checkpoint.space.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr("recipe.checkpoint.folders.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     path = tmp_path / "not" / "yet" / "made"
     assert check_free_space(path, needed_bytes=1 << 20, ranks=OneRank()) == 1 << 20
     errors = on_threads(2, lambda ranks: check_free_space(path, needed_bytes=3 << 29, ranks=ranks))

@@ -8,43 +8,33 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recipe.checkpoint.open_state import open_training_state
-from recipe.checkpoint.whole import WholeTensors, digests_of, row_major_boxes, write_whole
+from recipe.checkpoint.native_files import open_training_state
+from recipe.checkpoint.training_state import Entry, digests_of, read_pieces
+from recipe.checkpoint.whole import WholeTensors, write_whole
 from recipe.shared.errors import CheckpointBrokenError
-from tests.parity import mixed_config, tiny_config
-from tests.states import MemoryState, details_of, read_all, save_whole, state_of
-
-
-def ignore(num_bytes: int) -> None:
-    return None
+from tests.referee import mixed_config, tiny_config
+from tests.states import MemoryState, details_of, ignore, read_all, save_whole, state_of
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A state of two tensors in two files."""
     generator = torch.Generator().manual_seed(0)
-    tensors = {
-        "weight/a": torch.randn(8, 6, 5, generator=generator),
-        "exp_avg/a": torch.randn(8, 6, 5, generator=generator),
-        "weight/b": torch.arange(4.0),
-    }
+    tensors = {name: torch.randn(8, 6, 5, generator=generator) for name in ("weight/a", "exp_avg/a")}
+    tensors["weight/b"] = torch.arange(4.0)
     write_whole(tmp_path / "whole", MemoryState(tensors), advance=ignore, piece_bytes=100, max_file_bytes=1000)
     return tmp_path / "whole"
 
 
 @pytest.mark.parametrize("max_elements", [1, 7, 30, 31, 100, 240])
-def test_boxes_follow_one_another_in_row_major_order(max_elements: int) -> None:
-    tensor = torch.arange(240).view(8, 6, 5)
-    boxes = list(row_major_boxes((8, 6, 5), max_elements=max_elements))
-    parts = [tensor[tuple(slice(*spans[0]) for spans in box)].flatten() for box in boxes]
-    assert torch.equal(torch.cat(parts), tensor.flatten())
-    assert max(len(part) for part in parts) <= max_elements
-    assert len(parts) <= 240 // min(max_elements, 30) + 8 * 6
-
-
-def test_a_scalar_and_an_empty_tensor_have_one_box() -> None:
-    assert list(row_major_boxes((), max_elements=4)) == [()]
-    assert list(row_major_boxes((0, 3), max_elements=4)) == [(((0, 0),), ((0, 3),))]
+@pytest.mark.parametrize("shape", [(8, 6, 5), (240,), (0, 3), ()], ids=str)
+def test_pieces_follow_one_another_in_row_major_order(shape: tuple[int, ...], max_elements: int) -> None:
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    state = MemoryState({"weight/a": tensor})
+    pieces = [p.flatten() for p in read_pieces(state, Entry("a", "weight", shape), piece_bytes=4 * max_elements)]
+    assert torch.equal(torch.cat([torch.empty(0), *pieces]), tensor.flatten())
+    assert all(1 <= len(piece) <= max_elements for piece in pieces)
+    assert len(pieces) <= 240 // min(max_elements, 30) + 8 * 6
 
 
 @pytest.mark.parametrize("piece_bytes", [4000, 2**20])
@@ -53,8 +43,7 @@ def test_a_state_comes_back_bitwise(tmp_path: Path, piece_bytes: int) -> None:
     written: list[int] = []
     digests = write_whole(tmp_path / "whole", want, advance=written.append, piece_bytes=piece_bytes)
     got = WholeTensors(tmp_path / "whole")
-    assert got.step == 3.0
-    assert got.shapes() == want.shapes()
+    assert (got.step, got.shapes()) == (3.0, want.shapes())
     assert got.kinds("model.layers.1.mlp.gate.e_score_correction_bias") == ("weight",)
     tensors = read_all(got)
     assert tensors.keys() == want.tensors.keys()
@@ -80,8 +69,7 @@ def test_a_checkpoint_with_such_a_folder_opens(tmp_path: Path) -> None:
     config = tiny_config()
     want = state_of(config)
     save_whole(tmp_path / "saved", want, details=details_of(config))
-    got = read_all(open_training_state(tmp_path / "saved", details={}))
-    assert got.keys() == want.tensors.keys()
+    assert read_all(open_training_state(tmp_path / "saved", details={})).keys() == want.tensors.keys()
 
 
 def edit(folder: Path, **entries: Any) -> None:
@@ -104,10 +92,9 @@ def test_what_is_no_such_folder_is_an_error_that_names_the_file(folder: Path) ->
     with pytest.raises(CheckpointBrokenError, match=r"training.json: format_version is 7, this version reads 1"):
         WholeTensors(folder)
     (folder / "training.json").write_text("[]")
-    with pytest.raises(CheckpointBrokenError, match=r"training.json: does not describe a training state"):
-        WholeTensors(folder)
-    with pytest.raises(CheckpointBrokenError, match=r"training.json: does not describe a training state"):
-        WholeTensors(folder / "elsewhere")
+    for wrong in (folder, folder / "elsewhere"):
+        with pytest.raises(CheckpointBrokenError, match=r"training.json: does not describe a training state"):
+            WholeTensors(wrong)
 
 
 def test_tensors_that_cannot_be_read_are_an_error_that_names_the_file(folder: Path) -> None:

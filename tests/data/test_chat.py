@@ -6,107 +6,82 @@ The expected ids and labels are written by hand; what transformers and TRL make 
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from recipe.data.documents import Corpus, Row
+from recipe.data.conversations import RowEncoder
+from recipe.data.corpora import hub_corpora
+from recipe.data.documents import Corpus
 from recipe.data.files import file_corpus
-from recipe.data.formats import DataFormat
-from recipe.data.hub import hub_corpora
-from recipe.data.options import DataOptions, option_faults
+from recipe.data.options import DataFormat, DataOptions, option_faults
 from recipe.data.packing import IGNORED
 from recipe.data.prepare import PreparedData
-from recipe.data.row_encoder import RowEncoder
 from recipe.data.token_store import LeftOut, TokenStore, TokenWriter
-from tests.data_samples import chat_tokenizer, prepare, save_words, word_tokenizer
+from tests.data_samples import (
+    FIVE_TURNS,
+    MARKED,
+    PLAIN,
+    chat_tokenizer,
+    encode_row,
+    one_turn,
+    prepare,
+    save_chat_words,
+    save_words,
+    word_tokenizer,
+    write_json,
+)
 
-SYSTEM, USER, ASSISTANT, TOOL = 3, 4, 5, 6
+USER, ASSISTANT = 4, 5
 EOS = 1
-PLAIN = (
-    "{% for m in messages %}"
-    "{% if m.role == 'oracle' %}{{ raise_exception('no role ' + m.role) }}{% endif %}"
-    "{{ '<' + m.role + '> ' + m.content + ' <eos> ' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}{{ '<' + m.role + '> ' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + ' <eos>' }}{% endgeneration %}{{ ' ' }}"
-    "{% else %}{{ m.content + ' ' }}{% endif %}"
-    "{% endfor %}"
-)
-FIVE_TURNS = [
-    {"role": "system", "content": "w0"},
-    {"role": "user", "content": "w1 w2"},
-    {"role": "assistant", "content": "w3 w4"},
-    {"role": "user", "content": "w5"},
-    {"role": "assistant", "content": "w6"},
-]
+PAIR = {"prompt": "w1", "completion": " w2"}
 
 
-def write_json(path: Path, rows: Sequence[object]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def encode(
+    fields: dict[str, Any], *, name: str = "chat", train_on: str = "responses", tokenizer: Any = None
+) -> tuple[list[int], list[int]]:
+    """The ids of a row, and the same with 0 for those that are not trained on."""
+    ids, trained = encode_row(tokenizer or chat_tokenizer(PLAIN), fields, name=name, train_on=train_on)
+    return ids, np.where(trained, ids, 0).tolist()
 
 
-def save_chat_words(folder: Path, template: str | None = PLAIN) -> str:
-    chat_tokenizer(template).save_pretrained(folder)
-    return str(folder)
-
-
-def encode(fields: dict[str, Any], *, name: str = "chat", train_on: str = "responses", tokenizer: Any = None) -> Any:
-    encoder = RowEncoder(tokenizer or chat_tokenizer(PLAIN), data_format=DataFormat(name, train_on, "whole", ""))
-    row = Row("rows.jsonl", "rows.jsonl, line 7", lambda: fields)
-    ids, trained = encoder.encode([encoder.render(row)])[0]
-    assert ids.dtype == np.int64
-    assert trained.dtype == np.bool_
-    return ids.tolist(), np.where(trained, ids, 0).tolist()
+def encode_pair(fields: dict[str, Any], **chosen: Any) -> tuple[list[int], list[int]]:
+    return encode(fields, name="prompt_completion", **chosen)
 
 
 def prepare_rows(
     tmp_path: Path, rows: Sequence[object], *, template: str | None = PLAIN, **chosen: Any
 ) -> PreparedData:
-    tokenizer_name = save_chat_words(tmp_path / "words", template)
-    defaults: dict[str, Any] = {"validation_split_percentage": 0, "tokenizer_name": tokenizer_name}
+    defaults = {"tokenizer_name": save_chat_words(tmp_path / "words", template)}
     return prepare(tmp_path, train_file=write_json(tmp_path / "rows.jsonl", rows), **(defaults | chosen))
 
 
-def one_turn(user: str, assistant: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}
+@pytest.mark.parametrize(
+    ("template", "ids", "trained"),
+    [
+        # Without markers, what follows the generation prompt is trained on.
+        (PLAIN, [3, 10, 1, USER, 11, 12, 1, ASSISTANT, 13, 14, 1, USER, 15, 1, ASSISTANT, 16, 1], [8, 9, 10, 15, 16]),
+        (MARKED, [3, 10, USER, 11, 12, ASSISTANT, 13, 14, 1, USER, 15, ASSISTANT, 16, 1], [6, 7, 8, 12, 13]),
+    ],
+)
+def test_markers_or_the_generation_prompt_decide_what_is_trained_on(
+    template: str, ids: list[int], trained: list[int]
+) -> None:
+    read = partial(encode, {"messages": FIVE_TURNS}, tokenizer=chat_tokenizer(template))
+    assert read() == (ids, [token if place in trained else 0 for place, token in enumerate(ids)])
+    assert read(train_on="all") == (ids, ids)
 
 
-def test_without_markers_what_follows_the_generation_prompt_is_trained_on() -> None:
-    ids, labels = encode({"messages": FIVE_TURNS})
-    assert ids == [SYSTEM, 10, 1, USER, 11, 12, 1, ASSISTANT, 13, 14, 1, USER, 15, 1, ASSISTANT, 16, 1]
-    assert labels == [0, 0, 0, 0, 0, 0, 0, 0, 13, 14, 1, 0, 0, 0, 0, 16, 1]
-
-
-def test_markers_decide_where_the_template_has_them() -> None:
-    ids, labels = encode({"messages": FIVE_TURNS}, tokenizer=chat_tokenizer(MARKED))
-    assert ids == [SYSTEM, 10, USER, 11, 12, ASSISTANT, 13, 14, 1, USER, 15, ASSISTANT, 16, 1]
-    assert labels == [0, 0, 0, 0, 0, 0, 13, 14, 1, 0, 0, 0, 16, 1]
-
-
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_train_on_all_gives_every_token_a_label(template: str) -> None:
-    ids, labels = encode({"messages": FIVE_TURNS}, train_on="all", tokenizer=chat_tokenizer(template))
-    assert ids == labels
-
-
-def test_an_end_is_added_where_there_is_none_and_trained_on_behind_a_response() -> None:
+def test_an_end_is_added_where_there_is_none_and_trained_on_after_a_response() -> None:
     bare = chat_tokenizer("{% for m in messages %}{{ '<' + m.role + '> ' + m.content + '\n' }}{% endfor %}")
     bare.chat_template += "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
-    assert encode({"messages": FIVE_TURNS[1:3]}, tokenizer=bare) == (
-        [USER, 11, 12, ASSISTANT, 13, 14, EOS],
-        [0, 0, 0, 0, 13, 14, EOS],
-    )
-    assert encode({"messages": FIVE_TURNS[1:4]}, tokenizer=bare) == (
-        [USER, 11, 12, ASSISTANT, 13, 14, USER, 15, EOS],
-        [0, 0, 0, 0, 13, 14, 0, 0, 0],
-    )
+    turns = [USER, 11, 12, ASSISTANT, 13, 14]
+    assert encode({"messages": FIVE_TURNS[1:3]}, tokenizer=bare) == ([*turns, EOS], [0] * 4 + [13, 14, EOS])
+    ids, labels = encode({"messages": FIVE_TURNS[1:4]}, tokenizer=bare)
+    assert (ids, labels) == ([*turns, USER, 15, EOS], [0] * 4 + [13, 14] + [0] * 3)
 
 
 def test_conversations_spelt_from_and_value_are_the_same() -> None:
@@ -159,41 +134,31 @@ def test_a_weight_that_cannot_be_honoured_is_refused() -> None:
     for template, num_marked in ((doubled, 4), (shortened, 2)):
         tokenizer = chat_tokenizer(template)
         assert sum(encode({"messages": weighted(1, 1)}, tokenizer=tokenizer)[1]) > 0
-        with pytest.raises(
-            ValueError, match=rf"line 7: .*'weight' of a message is 0, but .* of the 2 .*\({num_marked} stretches are"
-        ):
+        with pytest.raises(ValueError, match=rf"line 7: .*of a message is 0, .* the 2 .*\({num_marked} stretches are"):
             encode({"messages": weighted(0, 1)}, tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"line 7: .*is 0, but --train_on all trains on every token; leave the weight"):
         encode({"messages": weighted(0, 1)}, train_on="all")
     pair = {"prompt": weighted(0, 0)[:4], "completion": weighted(0, 1)[4:]}
-    assert encode(pair, name="prompt_completion")[1] == [0] * 15 + [16, EOS]
+    assert encode_pair(pair)[1] == [0] * 15 + [16, EOS]
     with pytest.raises(ValueError, match=r"line 7: .*is 0, but a completion is trained on as a whole; leave the"):
-        encode(pair | {"completion": weighted(1, 0)[4:]}, name="prompt_completion")
+        encode_pair(pair | {"completion": weighted(1, 0)[4:]})
     with pytest.raises(ValueError, match=r"line 7, message 3 of 'messages': 'weight' must be 0 \(do not .* not 0.5"):
         encode({"messages": weighted(0.5, 1)})
 
 
 def test_a_completion_alone_is_trained_on() -> None:
     pair = {"prompt": "w1 w2", "completion": " w3"}
-    assert encode(pair, name="prompt_completion") == ([11, 12, 13, EOS], [0, 0, 13, EOS])
-    ended = {"prompt": "w1 w2", "completion": " w3 <eos>"}
-    assert encode(ended, name="prompt_completion") == ([11, 12, 13, EOS], [0, 0, 13, EOS])
-    assert encode(pair, name="prompt_completion", train_on="all") == ([11, 12, 13, EOS], [11, 12, 13, EOS])
-
-
-def test_a_prompt_starts_where_documents_start() -> None:
-    begins = word_tokenizer(bos=True)
-    assert encode({"prompt": "w1", "completion": " w2"}, name="prompt_completion", tokenizer=begins) == (
-        [2, 11, 12, EOS],
-        [0, 0, 12, EOS],
-    )
-    spelt = {"prompt": "<bos> w1", "completion": " w2"}
-    assert encode(spelt, name="prompt_completion", tokenizer=begins)[0] == [2, 11, 12, EOS]
+    for completion in (" w3", " w3 <eos>"):
+        assert encode_pair(pair | {"completion": completion}) == ([11, 12, 13, EOS], [0, 0, 13, EOS])
+    assert encode_pair(pair, train_on="all") == ([11, 12, 13, EOS], [11, 12, 13, EOS])
+    begins = word_tokenizer(bos=True)  # a prompt starts where documents start
+    for prompt in ("w1", "<bos> w1"):
+        assert encode_pair(PAIR | {"prompt": prompt}, tokenizer=begins)[0] == [2, 11, 12, EOS]
+    assert encode_pair(PAIR, tokenizer=begins)[1] == [0, 0, 12, EOS]
 
 
 def test_prompts_and_completions_may_be_messages() -> None:
-    fields = {"prompt": FIVE_TURNS[:4], "completion": FIVE_TURNS[4:]}
-    ids, labels = encode(fields, name="prompt_completion")
+    ids, labels = encode_pair({"prompt": FIVE_TURNS[:4], "completion": FIVE_TURNS[4:]})
     assert ids == encode({"messages": FIVE_TURNS})[0]
     assert labels == [0] * 15 + [16, EOS]
 
@@ -203,30 +168,19 @@ def test_blocks_ignore_what_is_not_trained_on_and_cut_long_conversations(tmp_pat
     said: list[str] = []
     data = prepare_rows(tmp_path, rows, block_size=7, said=said, packing_strategy="wrapped")
     blocks = [data.train[index] for index in range(len(data.train))]
-    assert [block.input_ids.tolist() for block in blocks] == [
-        [USER, 11, 1, ASSISTANT, 12, 1, USER],
-        [13, 14, 1, ASSISTANT, 15, 16, 17],
-        [1, USER, 18, 1, ASSISTANT, 19, 1],
-    ]
-    assert [block.labels.tolist() for block in blocks] == [
-        [IGNORED] * 4 + [12, 1, IGNORED],
-        [IGNORED] * 4 + [15, 16, 17],
-        [IGNORED] * 5 + [19, 1],
+    assert [(block.input_ids.tolist(), block.labels.tolist()) for block in blocks] == [
+        ([USER, 11, 1, ASSISTANT, 12, 1, USER], [IGNORED] * 4 + [12, 1, IGNORED]),
+        ([13, 14, 1, ASSISTANT, 15, 16, 17], [IGNORED] * 4 + [15, 16, 17]),
+        ([1, USER, 18, 1, ASSISTANT, 19, 1], [IGNORED] * 5 + [19, 1]),
     ]
     assert [block.document_starts for block in blocks] == [(0, 6), (0,), (0, 1)]
     assert data.train.first(2)[1].labels.tolist() == blocks[1].labels.tolist()
-    assert data.report["format"] == {
-        "name": "chat",
-        "train_on": "responses",
-        "packing": "wrapped",
-        "reason": "because its first row has 'messages'",
-    }
+    reason = "because its first row has 'messages'"
+    named = {"name": "chat", "train_on": "responses", "packing": "wrapped", "reason": reason}
+    assert data.report["format"] == named
     assert data.report["train"]["num_trained_tokens"] == 2 + 4 + 2
     assert data.report["train"]["num_tokens"] == 21
-    assert (
-        "data: read as chat, because its first row has 'messages'; responses are trained on; "
-        "documents are cut where a block ends"
-    ) in said
+    assert f"data: read as chat, {reason}; responses are trained on; documents are cut where a block ends" in said
     assert "data: train: 8 tokens (38.1 %) are trained on" in said
 
 
@@ -245,9 +199,8 @@ def test_conversations_that_fit_in_a_block_are_whole_there(tmp_path: Path) -> No
     assert blocks[0].labels.tolist() == [IGNORED] * 4 + [12, 1] + [IGNORED] * 4
     assert [block.document_starts for block in blocks] == [(0, 6), (0, 6), (0,), (0, 5), (0, 6)]
     assert [block.num_tokens for block in blocks] == [6, 6, 10, 5, 6]
-    assert data.report["train"]["num_tokens"] == 33
-    assert data.report["train"]["num_padding_tokens"] == 17
-    assert data.report["train"]["num_unused_tokens"] == 0
+    counts = data.report["train"]
+    assert (counts["num_tokens"], counts["num_padding_tokens"], counts["num_unused_tokens"]) == (33, 17, 0)
     assert "a document that fits in a block is in one, and blocks are padded" in said[1]
     assert "data: train: 17 positions (34.0 %) are padding" in said
 
@@ -263,15 +216,14 @@ def test_a_mask_is_stored_only_where_it_is_needed_and_names_its_own_cache(tmp_pa
         (plain, "responses", "chat"),
     ):
         chosen: dict[str, Any] = {"tokenizer_name": tokenizer, "train_on": train_on, "data_format": data_format}
-        data = prepare(tmp_path, train_file=rows, validation_split_percentage=0, **chosen)
-        caches.append(Path(data.report["corpora"][0]["cache"]))
+        caches.append(Path(prepare(tmp_path, train_file=rows, **chosen).report["corpora"][0]["cache"]))
         assert (caches[-1] / "trained.bin").exists() == (train_on != "all")
     assert len(set(caches)) == 3
     assert caches[3] == caches[0]
-    text = prepare(tmp_path, train_file=write_json(tmp_path / "text.jsonl", [{"text": "w1 w2 w3"}] * 30))
-    assert not (Path(text.report["corpora"][0]["cache"]) / "trained.bin").exists()
-    assert text.report["format"]["name"] == "text"
-    assert text.report["train"]["num_trained_tokens"] == text.report["train"]["num_tokens"]
+    report = prepare(tmp_path, ["w1 w2 w3"] * 30).report
+    assert not (Path(report["corpora"][0]["cache"]) / "trained.bin").exists()
+    assert report["format"]["name"] == "text"
+    assert report["train"]["num_trained_tokens"] == report["train"]["num_tokens"]
 
 
 def test_a_store_with_another_mask_has_another_digest(tmp_path: Path) -> None:
@@ -293,14 +245,6 @@ def test_a_store_with_another_mask_has_another_digest(tmp_path: Path) -> None:
     assert digests[0] != digests[1]
 
 
-def test_a_damaged_mask_is_named(tmp_path: Path) -> None:
-    rows = [one_turn("w1", "w2")] * 4
-    mask = Path(prepare_rows(tmp_path, rows).report["corpora"][0]["cache"]) / "trained.bin"
-    mask.write_bytes(mask.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"trained.bin has 23 bytes and should have 24; rebuild it with --overwrite"):
-        prepare(tmp_path, train_file=str(tmp_path / "rows.jsonl"), tokenizer_name=str(tmp_path / "words"))
-
-
 def test_held_out_rows_are_treated_alike_and_do_not_count_in_the_entropy(tmp_path: Path) -> None:
     rows = [one_turn("w1", "w5"), one_turn("w1", "w6")] * 5
     data = prepare_rows(tmp_path, rows, block_size=6, validation_split_percentage=50)
@@ -308,8 +252,8 @@ def test_held_out_rows_are_treated_alike_and_do_not_count_in_the_entropy(tmp_pat
     assert data.report["unigram_entropy_nats"] == pytest.approx(math.log(2))
     assert data.report["train"]["num_trained_tokens"] == data.report["validation"]["num_trained_tokens"] == 10
     assert data.validation[0].labels.tolist() == [IGNORED] * 4 + [16, 1]
-    write_json(tmp_path / "validation.jsonl", [one_turn("w1 w2", "w9")])
-    data = prepare_rows(tmp_path, rows, validation_file=str(tmp_path / "validation.jsonl"))
+    validation = write_json(tmp_path / "validation.jsonl", [one_turn("w1 w2", "w9")])
+    data = prepare_rows(tmp_path, rows, validation_file=validation)
     assert data.validation[0].labels.tolist() == [IGNORED] * 4
     assert data.report["validation"]["num_trained_tokens"] == 2
 
@@ -330,27 +274,28 @@ def test_rows_without_a_response_are_left_out_and_counted(tmp_path: Path) -> Non
         prepare_rows(tmp_path, empty)
 
 
-def test_rows_without_text_are_empty(tmp_path: Path) -> None:
-    pair, nothing = {"prompt": "w1", "completion": " w2"}, {"prompt": "", "completion": ""}
-    path = str(tmp_path / "rows.jsonl")
-    for train_on in ("all", "responses"):
-        said: list[str] = []
-        data = prepare_rows(tmp_path, [nothing, pair], train_on=train_on, said=said)
-        assert data.report["corpora"][0]["skipped"] == {path: {"empty": 1, "untrained": 0, "invalid": 0}}
-        assert f"data: {path}: skipped 1 empty and 0 invalid documents" in said
-        with pytest.raises(ValueError, match=r"no row with text is left in .*: 0 rows .* 2 empty, 0 invalid\); check"):
-            prepare_rows(tmp_path, [nothing] * 2, train_on=train_on)
-    (tmp_path / "rows.jsonl").write_text("")
+@pytest.mark.parametrize("train_on", ["all", "responses"])
+def test_rows_without_text_are_empty(tmp_path: Path, train_on: str) -> None:
+    nothing, path = {"prompt": "", "completion": ""}, str(tmp_path / "rows.jsonl")
+    said: list[str] = []
+    data = prepare_rows(tmp_path, [nothing, PAIR], train_on=train_on, said=said)
+    assert data.report["corpora"][0]["skipped"] == {path: {"empty": 1, "untrained": 0, "invalid": 0}}
+    assert f"data: {path}: skipped 1 empty and 0 invalid documents" in said
+    with pytest.raises(ValueError, match=r"no row with text is left in .*: 0 rows .* 2 empty, 0 invalid\); check"):
+        prepare_rows(tmp_path, [nothing] * 2, train_on=train_on)
     with pytest.raises(ValueError, match=r"no row with text is left in .*rows.jsonl \(there are no rows\); check"):
-        prepare(tmp_path, train_file=path, tokenizer_name=str(tmp_path / "words"), data_format="chat")
+        prepare_rows(tmp_path, [], data_format="chat")
 
 
-def test_a_part_without_a_response_is_an_error(tmp_path: Path) -> None:
-    messages = [*FIVE_TURNS[1:3], {"role": "user", "content": "w1 " * 20}]
-    with pytest.raises(ValueError, match=r"no token of the validation part belongs to a response \(the last 10 of"):
-        prepare_rows(tmp_path, [{"messages": messages}], validation_split_percentage=34)
-    messages = [{"role": "user", "content": "w1 " * 20}, FIVE_TURNS[2]]
-    with pytest.raises(ValueError, match=r"no token of the training part belongs to a response"):
+@pytest.mark.parametrize(
+    ("messages", "fault"),
+    [
+        ([*FIVE_TURNS[1:3], {"role": "user", "content": "w1 " * 20}], r"validation .* response \(the last 10 of"),
+        ([{"role": "user", "content": "w1 " * 20}, FIVE_TURNS[2]], "training part belongs to a response"),
+    ],
+)
+def test_a_part_without_a_response_is_an_error(tmp_path: Path, messages: list[Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=f"no token of the {fault}"):
         prepare_rows(tmp_path, [{"messages": messages}], validation_split_percentage=34)
 
 
@@ -358,15 +303,24 @@ def test_invalid_utf_8_stops_or_is_skipped_and_counted(tmp_path: Path) -> None:
     good = json.dumps(one_turn("w1", "w2")).encode()
     path = tmp_path / "rows.jsonl"
     path.write_bytes(good.replace(b"w1", b"\xff") + b"\n" + good + b"\n" + good.replace(b"w1", b"\\ud800") + b"\n")
-    chosen: dict[str, Any] = {"train_file": str(path), "tokenizer_name": save_chat_words(tmp_path / "words")}
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 1: the text is not valid UTF-8"):
-        prepare(tmp_path, **chosen)
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 1: the text is not valid UTF-8"):
-        prepare(tmp_path, data_format="chat", **chosen)
-    data = prepare(tmp_path, skip_invalid_text=True, validation_split_percentage=0, **chosen)
+    read = partial(prepare, tmp_path, train_file=str(path), tokenizer_name=save_chat_words(tmp_path / "words"))
+    for data_format in ("auto", "chat"):
+        with pytest.raises(ValueError, match=r"rows.jsonl, line 1: the text is not valid UTF-8"):
+            read(data_format=data_format)
+    data = read(skip_invalid_text=True)
     assert data.report["format"]["name"] == "chat"
     assert data.report["corpora"][0]["skipped"] == {str(path): {"empty": 0, "untrained": 0, "invalid": 2}}
     assert data.train.num_documents == 1
+
+
+def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
+    """A folder that is a data set; its one file is train.parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    return str(folder)
 
 
 def test_parquet_rows_and_data_sets_are_read_too(tmp_path: Path) -> None:
@@ -375,22 +329,15 @@ def test_parquet_rows_and_data_sets_are_read_too(tmp_path: Path) -> None:
 
     rows = [one_turn("w1", f"w{number}") for number in range(300)]
     want = prepare_rows(tmp_path, rows, block_size=6)
-    folder = tmp_path / "set"
-    folder.mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    chosen: dict[str, Any] = {
-        "tokenizer_name": str(tmp_path / "words"),
-        "validation_split_percentage": 0,
-        "block_size": 6,
-    }
-    for source in ({"train_file": str(folder / "train.parquet")}, {"dataset_name": str(folder)}):
-        got = prepare(tmp_path, **source, **chosen)  # type: ignore[arg-type]
+    read = partial(prepare, tmp_path, tokenizer_name=str(tmp_path / "words"), block_size=6)
+    folder = write_parquet(tmp_path / "set", rows)
+    for got in (read(train_file=f"{folder}/train.parquet"), read(dataset_name=folder)):
         assert got.report["corpora"][0]["num_documents"] == 300
         assert got.train[299].labels.tolist() == want.train[299].labels.tolist()
     column = pa.array([b"fine", b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"prompt": column, "completion": column}), tmp_path / "bad.parquet")
     with pytest.raises(ValueError, match=r"bad.parquet, row 2: the text is not valid UTF-8"):
-        prepare(tmp_path, train_file=str(tmp_path / "bad.parquet"), **chosen)
+        read(train_file=str(tmp_path / "bad.parquet"))
 
 
 def calling(name: str, arguments: object, parameters: object) -> dict[str, Any]:
@@ -401,9 +348,6 @@ def calling(name: str, arguments: object, parameters: object) -> dict[str, Any]:
 
 
 def test_nulls_that_tables_make_up_reach_no_template(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     rows = [
         calling("w1", {"a": 1}, {"x": {"type": "w3"}}),
         calling("w2", {"b": {"c": ["w4", None]}}, {"y": {"type": "w5", "enum": ["w6"]}}),
@@ -416,88 +360,69 @@ def test_nulls_that_tables_make_up_reach_no_template(tmp_path: Path) -> None:
     def texts(corpus: Corpus) -> list[str]:
         return [encoder.render(row).text for row in corpus.rows()]
 
-    folder = tmp_path / "set"
-    folder.mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    in_lines = write_json(tmp_path / "rows.jsonl", [*rows, calling("w1", {"a": None}, {})])
-    *want, with_null = texts(file_corpus(in_lines, option="--train_file", column="text"))
+    def texts_in(file: str) -> list[str]:
+        return texts(file_corpus(file, option="--train_file", column="text"))
+
+    *want, with_null = texts_in(write_json(tmp_path / "rows.jsonl", [*rows, calling("w1", {"a": None}, {})]))
     assert '"arguments": {"a": null}' in with_null
-    assert texts(file_corpus(str(folder / "train.parquet"), option="--train_file", column="text")) == want
-    options = DataOptions(block_size=8, dataset_name=str(folder), cache_dir=str(tmp_path / "cache"))
+    folder = write_parquet(tmp_path / "set", rows)
+    assert texts_in(f"{folder}/train.parquet") == want
+    options = DataOptions(block_size=8, dataset_name=folder, cache_dir=str(tmp_path / "cache"))
     assert texts(hub_corpora(options).train) == want
 
 
 def test_the_first_rows_columns_choose_the_format(tmp_path: Path) -> None:
-    pair = {"prompt": "w1", "completion": " w2 w3", "text": None}
-    assert prepare_rows(tmp_path, [pair] * 2).report["format"]["name"] == "prompt_completion"
+    assert prepare_rows(tmp_path, [PAIR | {"text": None}] * 2).report["format"]["name"] == "prompt_completion"
     assert prepare_rows(tmp_path, [{"body": "w1 w2 w3"}], text_column_name="body").report["format"]["name"] == "text"
     both = one_turn("w1", "w2") | {"text": "w1 w2 w3"}
-    with pytest.raises(
-        ValueError, match=r"\['messages', 'text'\], which can be read as text or chat; say which by --data_format"
-    ):
+    with pytest.raises(ValueError, match=r"\['messages', 'text'\], which can be read as text or chat; say which by -"):
         prepare_rows(tmp_path, [both])
     assert prepare_rows(tmp_path, [both], data_format="chat").report["format"]["reason"] == "as --data_format says"
     assert prepare_rows(tmp_path, [both], data_format="text").train.num_tokens == 4
 
 
+PLACE = "message 1 of 'messages': it must"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            {"text": "w1"},
-            r"must have 'messages' \(or 'conversations'\), and this one has \['text'\]; rows of another kind",
-        ),
+        ({"text": "w1"}, r"must have 'messages' \(or 'conversations'\), .* has \['text'\]; rows of another kind"),
         ({"messages": []}, "'messages' must be a list of one or more messages, not an empty list"),
         ({"messages": "w1"}, "'messages' must be a list of one or more messages, not str"),
-        ({"messages": ["w1"]}, "message 1 of 'messages': it must be an object with 'role' and 'content', not str"),
-        ({"messages": [{"content": "w1"}]}, r"message 1 of 'messages': it must have a 'role' that is a text"),
-        (
-            {"conversations": [{"from": "bing"}]},
-            "message 1 of 'conversations': 'from' is 'bing', .* none of human",
-        ),
+        ({"messages": ["w1"]}, f"{PLACE} be an object with 'role' and 'content', not str"),
+        ({"messages": [{"content": "w1"}]}, f"{PLACE} have a 'role' that is a text"),
+        ({"conversations": [{"from": "bing"}]}, "message 1 of 'conversations': 'from' is 'bing', .* none of human"),
         ({"messages": [{"role": "oracle", "content": "w1"}]}, "the chat template refuses this row: no role oracle"),
         ({"messages": [{"role": "user"}]}, "the chat template refuses this row: .*content"),
         (one_turn("w1", "w2") | {"tools": "{"}, "'tools' is a text that is not JSON"),
         (one_turn("w1", "w2") | {"tools": {"name": "w1"}}, "'tools' must be a list of schemas, not dict"),
+        ({"prompt": "w1"}, r"every row must have 'prompt' and 'completion', and this one has \['prompt'\]"),
+        ({"prompt": "w1", "completion": FIVE_TURNS}, "must be two texts or two lists of messages, not str and list"),
+        ({"prompt": [], "completion": FIVE_TURNS}, "'prompt' must be a list of one or more .* not an empty list"),
     ],
 )
-def test_a_row_that_is_no_conversation_names_its_place(row: dict[str, Any], message: str) -> None:
+def test_a_row_that_does_not_fit_the_format_names_its_place(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=rf"rows.jsonl, line 7\b.*{message}"):
-        encode(row)
+        encode(row, name="prompt_completion" if "prompt" in row else "chat")
 
 
 def test_rows_of_mixed_kinds_are_an_error(tmp_path: Path) -> None:
-    pair = {"prompt": "w1", "completion": " w2"}
-    with pytest.raises(
-        ValueError, match=r"rows.jsonl, line 2: every row must have 'messages' .*\['prompt', 'completion"
+    chat = one_turn("w1", "w2")
+    for rows, needed in (
+        ([chat, PAIR], r"'messages' .*\['prompt', 'completion"),
+        ([PAIR, chat], r"'prompt' and .*\['messages'\]"),
     ):
-        prepare_rows(tmp_path, [one_turn("w1", "w2"), pair])
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: every row must have 'prompt' and .*\['messages'\]"):
-        prepare_rows(tmp_path, [pair, one_turn("w1", "w2")])
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "w1"}, r"every row must have 'prompt' and 'completion', and this one has \['prompt'\]"),
-        ({"prompt": "w1", "completion": FIVE_TURNS}, "must be two texts or two lists of messages, not str and list"),
-        (
-            {"prompt": [], "completion": FIVE_TURNS},
-            "'prompt' must be a list of one or more .* not an empty list",
-        ),
-    ],
-)
-def test_a_row_that_is_no_prompt_and_completion_names_its_place(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"rows.jsonl, line 7: .*{message}"):
-        encode(row, name="prompt_completion")
+        with pytest.raises(ValueError, match=rf"rows.jsonl, line 2: every row must have {needed}"):
+            prepare_rows(tmp_path, rows)
 
 
 def test_a_text_file_has_no_conversations(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("w1 w2 w3")
-    chosen: dict[str, Any] = {"train_file": str(tmp_path / "a.txt"), "validation_split_percentage": 0}
-    assert prepare(tmp_path, **chosen).report["format"]["name"] == "text"
+    read = partial(prepare, tmp_path, train_file=str(tmp_path / "a.txt"))
+    assert read().report["format"]["name"] == "text"
     with pytest.raises(ValueError, match=r"a.txt: every row must have 'messages' .* and this one has \[\]"):
-        prepare(tmp_path, data_format="chat", tokenizer_name=save_chat_words(tmp_path / "words"), **chosen)
+        read(data_format="chat", tokenizer_name=save_chat_words(tmp_path / "words"))
 
 
 def test_a_template_that_writes_the_past_otherwise_is_refused(tmp_path: Path) -> None:
@@ -550,28 +475,40 @@ def test_a_tokenizer_without_places_is_refused() -> None:
         encode(one_turn("w1", "w2"), tokenizer=ByT5Tokenizer())
 
 
-def test_options_that_do_not_go_with_the_format_are_listed(tmp_path: Path) -> None:
-    options = DataOptions(block_size=8, data_format="text", train_on="responses", chat_template="x.jinja")
-    assert option_faults(options) == [
-        "train_on=responses clashes with data_format=text: a text has no responses",
-        "chat_template='x.jinja' clashes with data_format=text; it is for chat and prompt_completion",
-    ]
-    options = DataOptions(block_size=8, data_format="chat")
-    assert [fault.partition(",")[0] for fault in option_faults(options)] == [
-        "data_format=chat needs a train_file or a dataset_name",
-        "data_format=chat needs a tokenizer_name",
-    ]
-    options = DataOptions(block_size=8, data_format="chats", train_on="none", packing_strategy="none")
-    assert option_faults(options) == [
-        "data_format='chats' is not one of auto, text, chat, prompt_completion",
-        "train_on='none' is not one of auto, responses, all",
-        "packing_strategy='none' is not one of auto, wrapped, whole",
-    ]
-    rows = write_json(tmp_path / "rows.jsonl", [one_turn("w1", "w2")])
-    with pytest.raises(
-        ValueError, match=r"(?s)read as chat, because its first row has 'messages', and .* a tokenizer_name"
-    ):
-        prepare(tmp_path, train_file=rows, tokenizer_name=None)
-    text = write_json(tmp_path / "text.jsonl", [{"text": "w1"}])
+@pytest.mark.parametrize(
+    ("chosen", "faults"),
+    [
+        (
+            {"data_format": "text", "train_on": "responses", "chat_template": "x.jinja"},
+            [
+                "train_on=responses clashes with data_format=text: a text has no responses",
+                "chat_template='x.jinja' clashes with data_format=text; it is for chat and prompt_completion",
+            ],
+        ),
+        (
+            {"data_format": "chat"},
+            [
+                "data_format=chat needs a train_file or a dataset_name",
+                "data_format=chat needs a tokenizer_name, or a model_name_or_path that brings a tokenizer along: one "
+                "is trained on text alone",
+            ],
+        ),
+        (
+            {"data_format": "chats", "train_on": "none", "packing_strategy": "none"},
+            [
+                "data_format='chats' is not one of auto, text, chat, prompt_completion",
+                "train_on='none' is not one of auto, responses, all",
+                "packing_strategy='none' is not one of auto, wrapped, whole",
+            ],
+        ),
+    ],
+)
+def test_options_that_do_not_go_with_the_format_are_listed(chosen: dict[str, Any], faults: list[str]) -> None:
+    assert option_faults(DataOptions(block_size=8, **chosen)) == faults
+
+
+def test_options_that_do_not_go_with_the_format_that_is_found_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)read as chat, because its first row has 'messages', .* tokenizer_name"):
+        prepare_rows(tmp_path, [one_turn("w1", "w2")], tokenizer_name=None)
     with pytest.raises(ValueError, match=r"(?s)read as text, .* and the options do not .*train_on=responses clashes"):
-        prepare(tmp_path, train_file=text, tokenizer_name=save_words(tmp_path / "plain"), train_on="responses")
+        prepare(tmp_path, ["w1"], tokenizer_name=save_words(tmp_path / "plain"), train_on="responses")

@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.data.documents import Row
-from recipe.data.formats import DataFormat
 from recipe.data.packing import IGNORED
-from recipe.data.row_encoder import RowEncoder
-from tests.data.test_chat import FIVE_TURNS, MARKED, one_turn, write_json
-from tests.data.test_text import small_bpe
-from tests.data_samples import chat_tokenizer, prepare
+from tests.data_samples import (
+    FIVE_TURNS,
+    MARKED,
+    chat_tokenizer,
+    encode_row,
+    one_turn,
+    prepare,
+    small_bpe,
+    write_json,
+)
 from tests.ranks import run_ranks
 from tests.training import WORDS, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
@@ -49,10 +53,9 @@ def random_conversation(generator: random.Random) -> list[dict[str, str]]:
 
 
 def encode(tokenizer: Any, fields: dict[str, Any], *, name: str = "chat") -> tuple[list[int], list[int]]:
-    """Ids and labels, without the end-of-document token where that was added."""
-    encoder = RowEncoder(tokenizer, data_format=DataFormat(name, "responses", "whole", ""))
-    ids, trained = encoder.encode([encoder.render(Row("rows", "rows, row 1", lambda: fields))])[0]
-    return ids.tolist(), np.where(trained, ids, IGNORED).tolist()
+    """Ids and labels of a row."""
+    ids, trained = encode_row(tokenizer, fields, name=name)
+    return ids, np.where(trained, ids, IGNORED).tolist()
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "cohere2", "phi3"])
@@ -93,21 +96,13 @@ def test_labels_are_those_of_sft_trainer(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_local_experts": 2}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     model = MixtralForCausalLM(MixtralConfig(vocab_size=210, **sizes, **heads))
-    plain: dict[str, Any] = {
-        "output_dir": str(tmp_path),
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "max_length": None,
-    }
+    plain: dict[str, Any] = {"report_to": "none", "use_cpu": True, "bf16": False, "max_length": None}
 
     def check(rows: list[dict[str, Any]], *, name: str, **chosen: Any) -> None:
-        options = SFTConfig(**plain, **chosen)
-        trainer = SFTTrainer(
-            model=model, args=options, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
-        )
-        labelled: Any = trainer.train_dataset
-        for row, want in zip(rows, labelled, strict=True):
+        args = SFTConfig(output_dir=str(tmp_path), **plain, **chosen)
+        data: Any = Dataset.from_list(rows)
+        data = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer).train_dataset
+        for row, want in zip(rows, data, strict=True):
             assert encode(tokenizer, row, name=name) == (want["input_ids"], want["labels"])
 
     check([one_turn("w1 w2", "w3"), {"messages": FIVE_TURNS}], name="chat", assistant_only_loss=True)
@@ -122,13 +117,10 @@ TEMPLATE = (
 )
 
 
-def write_conversations(path: Path) -> str:
-    generator = random.Random(3)
-
-    def text() -> str:
-        return " ".join(generator.choices(WORDS, k=generator.randint(1, 12)))
-
-    return write_json(path, [one_turn(text(), text()) for _ in range(60)])
+def conversations(path: Path) -> str:
+    words = random.Random(3)
+    texts = [" ".join(words.choices(WORDS, k=words.randint(1, 12))) for _ in range(120)]
+    return write_json(path, [one_turn(*texts[i : i + 2]) for i in range(0, 120, 2)])
 
 
 def plain_loss(folder: Path, blocks: Any) -> float:
@@ -155,12 +147,8 @@ def test_a_run_trains_on_responses_alone_in_every_layout(tmp_path: Path) -> None
     base = tmp_path / "run" / "checkpoints" / "latest" / "hf"
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     del flags["config_name"], flags["train_vocab_size"]
-    data: dict[str, Any] = {
-        "train_file": write_conversations(tmp_path / "chat.jsonl"),
-        "chat_template": str(tmp_path / "chat.jinja"),
-        "validation_split_percentage": 20,
-        "block_size": 32,
-    }
+    data: dict[str, Any] = {"validation_split_percentage": 20, "block_size": 32}
+    data |= {"train_file": conversations(tmp_path / "chat.jsonl"), "chat_template": str(tmp_path / "chat.jinja")}
     flags |= {"model_name_or_path": base, "max_steps": 3} | data
     losses = []
     for name, num_ranks, tp in (("chat1", 1, 1), ("chat-dp2", 2, 1), ("chat-tp2", 2, 2)):

@@ -9,7 +9,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from recipe.data.hub_tokenizer import fetch_tokenizer
+from recipe.data.tokenizer import fetch_tokenizer
+from recipe.shared.errors import RanksFailedError
 from recipe.shared.ranks import OneRank, Ranks
 from tests.data_samples import all_tokens, prepare, save_words, write_rows
 from tests.hub_samples import COMMIT, http_error, put_in_cache
@@ -64,7 +65,7 @@ def fetch(ranks: Ranks) -> str:
 
 
 def test_one_rank_asks_the_hub_and_all_load_what_it_got(hub: Hub, tmp_path: Path) -> None:
-    path = str(write_rows(tmp_path / "a.jsonl", ["w1 w2 w3"] * 30))
+    path = write_rows(tmp_path / "a.jsonl", ["w1 w2 w3"] * 30)
 
     def run(ranks: Ranks) -> Any:
         data = prepare(tmp_path, ranks=ranks, train_file=path, tokenizer_name=NAME)
@@ -93,8 +94,9 @@ def test_a_cache_that_holds_a_part_of_it_is_completed(hub: Hub) -> None:
 def test_a_cache_that_the_download_missed_is_named_on_all_ranks(hub: Hub) -> None:
     hub.is_lossy = True
     for error in hub.on_ranks(4, fetch):
-        assert isinstance(error, RuntimeError)
-        assert f"ranks [2, 3] do not see the tokenizer {NAME} at revision {COMMIT} although a rank of" in str(error)
+        assert isinstance(error, RanksFailedError)
+        assert f"rank 2: does not see the tokenizer {NAME} at revision {COMMIT} although a rank of" in str(error)
+        assert list(error.failures) == [2, 3]
 
 
 def test_what_is_here_wins_and_asks_nobody(hub: Hub, tmp_path: Path) -> None:

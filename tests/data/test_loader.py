@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.data.check_batches import check_batches, checksum
+from recipe.data.batches import check_batches, checksum
 from recipe.data.loader import LoaderOptions, StepLoader
 from recipe.shared.ranks import TorchRanks
 from tests.data_samples import numbered_blocks, prepare, rows_of, take_rows, write_rows
@@ -48,7 +48,7 @@ def test_r_data_03_every_dp_rank_gets_its_own_rows(tmp_path: Any, num_files: int
     for file in range(num_files):
         rows = range(file * per_file, (file + 1) * per_file)
         write_rows(tmp_path / f"part{file}.jsonl", [f"w{row} w{row} w{row}" for row in rows])  # with EOS, one block
-    data = prepare(tmp_path, train_file=str(tmp_path / "part*.jsonl"), validation_split_percentage=0)
+    data = prepare(tmp_path, train_file=str(tmp_path / "part*.jsonl"))
     assert len(data.train) == 20
     by_rank = [
         take_rows(data.train, position=0, num_steps=10, dp=2, dp_rank=rank, num_workers=num_workers) for rank in (0, 1)
@@ -62,8 +62,7 @@ def test_r_data_04_every_rank_takes_the_same_number_of_steps(tmp_path: Any, rows
     for file, num_rows in enumerate(rows_by_file):
         write_rows(tmp_path / f"part{file}.jsonl", ["w1 w2 w3"] * num_rows)
     said: list[str] = []
-    files = str(tmp_path / "part*.jsonl")
-    data = prepare(tmp_path, train_file=files, validation_split_percentage=0, block_size=3, said=said)
+    data = prepare(tmp_path, train_file=str(tmp_path / "part*.jsonl"), block_size=3, said=said)
     num_blocks, unused = divmod(4 * sum(rows_by_file), 3)
     assert len(data.train) == num_blocks
     assert any(f"{num_blocks} blocks; {unused} tokens at the end fill no block and are not used" in s for s in said)
@@ -90,19 +89,14 @@ def test_the_stream_does_not_depend_on_dp_or_accumulation() -> None:
             assert got == want[step]
 
 
-def test_without_shuffling_blocks_come_in_order() -> None:
-    assert take_rows(numbered_blocks(3), position=2, num_steps=4, shuffle=False) == [[2], [0], [1], [2]]
-
-
 def test_micro_batches_carry_what_a_step_needs() -> None:
-    steps = StepLoader(numbered_blocks(5), options=LoaderOptions(num_sequences=2, accumulation=2, seed=0)).steps(0)
-    micro_batches, position = next(steps)
-    assert (len(micro_batches), position) == (2, 4)
-    assert micro_batches[1].input_ids.dtype == micro_batches[1].labels.dtype == torch.int64
-    assert micro_batches[1].input_ids.shape == (2, 4)
-    assert micro_batches[1].token_mask is None
-    assert micro_batches[1].num_targets == 2 * 3
-    assert micro_batches[1].positions == (2, 3)
+    options = LoaderOptions(num_sequences=2, accumulation=2, seed=0)
+    (_, second), position = next(StepLoader(numbered_blocks(5), options=options).steps(0))
+    assert position == 4
+    assert second.input_ids.dtype == second.labels.dtype == torch.int64
+    assert second.input_ids.shape == (2, 4)
+    assert (second.token_mask, second.num_targets, second.positions) == (None, 2 * 3, (2, 3))
+    assert take_rows(numbered_blocks(3), position=2, num_steps=4, shuffle=False) == [[2], [0], [1], [2]]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -134,15 +128,12 @@ def test_an_error_in_a_worker_reaches_the_loop() -> None:
         take_rows(blocks, position=0, num_steps=1, num_workers=2)
 
 
-def test_loader_options_are_checked_together() -> None:
+def test_options_positions_and_texts_that_cannot_be_are_errors() -> None:
     options = LoaderOptions(num_sequences=0, seed=0, dp=2, dp_rank=2, accumulation=0, num_workers=-1)
     with pytest.raises(ValueError, match="loader options do not hold") as error:
         StepLoader(numbered_blocks(4), options=options)
     for fault in ("num_sequences=0 must", "accumulation=0 must", "num_workers=-1 must be at least 0", "dp_rank=2 must"):
         assert fault in str(error.value)
-
-
-def test_too_little_text_and_a_negative_position_are_errors() -> None:
     options = LoaderOptions(num_sequences=1, seed=0)
     with pytest.raises(ValueError, match="0 tokens do not fill one block of block_size=4; give more text"):
         StepLoader(numbered_blocks(0), options=options)
@@ -155,16 +146,21 @@ def _first_batches(*, dp_rank: int, seed: int = 0) -> list[Any]:
     return next(StepLoader(numbered_blocks(40), options=options).steps(0)).micro_batches
 
 
-def _check_good_and_broken(rank: int, world_size: int) -> tuple[str, str]:
-    ranks = TorchRanks()
-    good = _first_batches(dp_rank=rank // 2)
-    check_batches(good, ranks=ranks, tp=2)
-    message = ""
+def _check_batches_of_ranks(rank: int, world_size: int, tp: int, *, dp_ranks: list[int], seeds: list[int]) -> Any:
+    batches = _first_batches(dp_rank=dp_ranks[rank], seed=seeds[rank])
     try:
-        check_batches(_first_batches(dp_rank=rank // 2, seed=rank), ranks=ranks, tp=2)
+        check_batches(batches, ranks=TorchRanks(), tp=tp)
     except ValueError as error:
-        message = str(error)
-    return checksum(good), message
+        return str(error)
+    return checksum(batches)
+
+
+def _check_good_and_broken(rank: int, world_size: int) -> tuple[Any, Any]:
+    dp_ranks = [0, 0, 1, 1]
+    return (
+        _check_batches_of_ranks(rank, world_size, 2, dp_ranks=dp_ranks, seeds=[0] * 4),
+        _check_batches_of_ranks(rank, world_size, 2, dp_ranks=dp_ranks, seeds=[0, 1, 2, 3]),
+    )
 
 
 def test_r_data_05_ranks_of_a_group_hold_equal_batches_or_all_ranks_stop() -> None:
@@ -175,15 +171,7 @@ def test_r_data_05_ranks_of_a_group_hold_equal_batches_or_all_ranks_stop() -> No
     assert "ranks [3] hold other batches than rank 2 of their group (tp=2)" in messages[0]
 
 
-def _check_same_dp_rank(rank: int, world_size: int) -> str:
-    try:
-        check_batches(_first_batches(dp_rank=0), ranks=TorchRanks(), tp=1)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def test_r_data_05_groups_that_share_sequences_are_named() -> None:
-    messages = run_ranks(_check_same_dp_rank, 2)
+    messages = run_ranks(_check_batches_of_ranks, 2, 1, dp_ranks=[0, 0], seeds=[0, 0])
     assert messages[0] == messages[1]
     assert "ranks [0, 1] of different groups hold the same sequences of the stream" in messages[0]

@@ -48,8 +48,7 @@ def test_neighbours_do_not_stay_neighbours() -> None:
     assert sum(abs(a - b) == 1 for a, b in itertools.pairwise(shuffled)) < 20
 
 
-def test_a_position_outside_the_epoch_is_an_error() -> None:
-    with pytest.raises(IndexError, match="position 5 of an epoch of 5 items"):
-        EpochOrder(5, seed=0, epoch=0)[5]
-    with pytest.raises(IndexError, match="position -1 of an epoch"):
-        EpochOrder(5, seed=0, epoch=0)[-1]
+@pytest.mark.parametrize("position", [5, -1])
+def test_a_position_outside_the_epoch_is_an_error(position: int) -> None:
+    with pytest.raises(IndexError, match=f"position {position} of an epoch of 5 items"):
+        EpochOrder(5, seed=0, epoch=0)[position]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from recipe.data.batches import evaluation_batches, stack_blocks
-from recipe.data.holdout import all_documents, hold_out
-from recipe.data.packing import IGNORED, PackedBlocks
+from recipe.data.packing import IGNORED, PackedBlocks, all_documents, hold_out
 from tests.data_samples import all_tokens, numbered_blocks
 
 
@@ -17,30 +16,19 @@ def packed(lengths: list[int], *, block_size: int) -> PackedBlocks:
     return PackedBlocks(np.arange(ends[-1], dtype=np.uint16), stretches=all_documents(ends), block_size=block_size)
 
 
-def test_blocks_hold_the_stream_and_drop_the_last_partial_block() -> None:
-    blocks = packed([3, 5, 6], block_size=4)
+def test_blocks_hold_the_stream_and_mark_every_boundary() -> None:
+    blocks = packed([3, 5, 6], block_size=4)  # documents start at 0, 3 and 8; the last partial block is dropped
     assert (len(blocks), blocks.num_tokens, blocks.num_unused_tokens, blocks.num_documents) == (3, 14, 2, 3)
     assert all_tokens(blocks) == list(range(12))
-
-
-def test_document_starts_and_labels_mark_every_boundary() -> None:
-    blocks = packed([3, 5, 6], block_size=4)  # documents start at 0, 3 and 8
     assert [block.document_starts for block in (blocks[0], blocks[1], blocks[2])] == [(0, 3), (0,), (0,)]
     assert blocks[0].labels.tolist() == [IGNORED, 1, 2, IGNORED]
     assert blocks[1].labels.tolist() == [IGNORED, 5, 6, 7]
     assert blocks[0].labels.dtype == blocks[0].input_ids.dtype == np.int64
-
-
-def test_a_block_may_hold_many_documents() -> None:
-    block = packed([1, 1, 2, 1, 9], block_size=8)[0]
-    assert block.document_starts == (0, 1, 2, 4, 5)
-    assert block.labels.tolist() == [IGNORED, IGNORED, IGNORED, 3, IGNORED, IGNORED, 6, 7]
-
-
-def test_a_block_outside_is_an_error() -> None:
-    blocks = packed([8], block_size=4)
-    for index in (2, -1):
-        with pytest.raises(IndexError, match=f"block {index} of 2"):
+    many = packed([1, 1, 2, 1, 9], block_size=8)[0]
+    assert many.document_starts == (0, 1, 2, 4, 5)
+    assert many.labels.tolist() == [IGNORED, IGNORED, IGNORED, 3, IGNORED, IGNORED, 6, 7]
+    for index in (3, -1):
+        with pytest.raises(IndexError, match=f"block {index} of 3"):
             blocks[index]
 
 
@@ -101,15 +89,11 @@ def test_padding_inside_sequences_is_masked_and_not_counted() -> None:
     assert (unread.num_tokens, unread.squared_lengths) == (8, 64)  # of their shapes alone, whatever the tokens
 
 
-def test_held_out_documents_are_spread_and_disjoint() -> None:
-    ends = np.arange(1, 101, dtype=np.int64) * 10
-    train, validation, rule = hold_out(ends, percentage=5)
+def test_held_out_documents_are_spread_and_few_documents_are_cut_by_tokens_instead() -> None:
+    train, validation, rule = hold_out(np.arange(1, 101, dtype=np.int64) * 10, percentage=5)
     assert (validation.starts // 10).tolist() == [19, 39, 59, 79, 99]
     assert sorted([*train.starts.tolist(), *validation.starts.tolist()]) == list(range(0, 1000, 10))
     assert rule == "5 of 100 documents are held out, at even distances"
-
-
-def test_few_documents_are_cut_by_tokens_instead() -> None:
     train, validation, rule = hold_out(np.array([600, 1000], dtype=np.int64), percentage=10)
     assert (train.starts.tolist(), train.ends.tolist()) == ([0, 600], [600, 900])
     assert (validation.starts.tolist(), validation.ends.tolist()) == ([900], [1000])
@@ -118,9 +102,11 @@ def test_few_documents_are_cut_by_tokens_instead() -> None:
     )
 
 
-def test_nothing_is_held_out_at_zero_percent() -> None:
-    train, validation, _ = hold_out(np.array([4, 8], dtype=np.int64), percentage=0)
-    assert (len(train.starts), len(validation.starts)) == (2, 0)
+def test_nothing_is_held_out_at_zero_percent_and_evaluates_to_no_batches() -> None:
+    train, none, _ = hold_out(np.array([4, 8], dtype=np.int64), percentage=0)
+    assert (len(train.starts), len(none.starts)) == (2, 0)
+    blocks = PackedBlocks(np.arange(8), stretches=none, block_size=4)
+    assert list(evaluation_batches(blocks, num_sequences=2, dp=1, dp_rank=0)) == []
 
 
 @pytest.mark.parametrize(("dp", "num_sequences"), [(1, 3), (2, 3), (3, 1), (4, 4)])
@@ -144,9 +130,3 @@ def test_evaluation_sees_every_block_once_and_equally_often_on_every_rank(dp: in
                 else:
                     assert batch.input_ids[row].tolist() == [place] * 4
                     assert batch.token_mask is None or batch.token_mask[row].all()
-
-
-def test_evaluation_of_no_blocks_is_no_batches() -> None:
-    none = hold_out(np.array([8], dtype=np.int64), percentage=0).validation
-    blocks = PackedBlocks(np.arange(8), stretches=none, block_size=4)
-    assert list(evaluation_batches(blocks, num_sequences=2, dp=1, dp_rank=0)) == []

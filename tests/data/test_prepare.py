@@ -1,7 +1,7 @@
 """From options to blocks: every kind of source, every bad input, and the ranks in step (R-DATA-07, 08 and 10)."""
 
-import json
 import math
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,9 @@ import pytest
 
 from recipe.data import token_store
 from recipe.data.options import DataOptions, check_options, option_faults
-from recipe.data.prepare import prepare_data
 from recipe.data.token_store import LeftOut, TokenStore, TokenWriter
 from recipe.shared.ranks import Ranks, TorchRanks
-from tests.data_samples import all_tokens, prepare, save_words, write_rows
+from tests.data_samples import all_tokens, prepare, save_words, write_json, write_rows
 from tests.ranks import run_ranks
 from tests.thread_ranks import on_threads
 
@@ -23,50 +22,41 @@ from tests.thread_ranks import on_threads
 def test_r_data_07_the_number_of_workers_changes_nothing(tmp_path: Path, num_files: int) -> None:
     for file in range(num_files):
         write_rows(tmp_path / f"part{file}.jsonl", [f"w{(file * 50 + i) % 200} w{i}" for i in range(50)])
-    chosen: dict[str, Any] = {
-        "train_file": str(tmp_path / "part*.jsonl"),
-        "tokenizer_name": save_words(tmp_path / "words"),
-    }
+    files, words = str(tmp_path / "part*.jsonl"), save_words(tmp_path / "words")
+    read = partial(prepare, tmp_path, train_file=files, tokenizer_name=words, overwrite_cache=True)
 
     def run(ranks: Ranks, *, num_workers: int, said: list[str]) -> list[int]:
-        workers = {"preprocessing_num_workers": num_workers, "overwrite_cache": True}
-        said_here = said if ranks.rank == 0 else None
-        return all_tokens(prepare(tmp_path, ranks=ranks, said=said_here, **chosen, **workers).train)
+        told = said if ranks.rank == 0 else None
+        return all_tokens(read(ranks=ranks, said=told, preprocessing_num_workers=num_workers).train)
 
     seen = []
     for num_workers in (1, 2, 4):
         said: list[str] = []
-        by_rank = on_threads(2, partial(run, num_workers=num_workers, said=said))
-        assert by_rank[0] == by_rank[1]
-        seen.append(by_rank[0])
-        lines = [line for line in said if f"({num_files} files)" in line]
-        assert len(lines) == 1
-        assert f"read once by 1 of 2 ranks with {num_workers} workers" in lines[0]
-        assert "1 file is enough for any number of ranks and workers" in lines[0]
-    assert seen[0] == seen[1] == seen[2]
+        seen += on_threads(2, partial(run, num_workers=num_workers, said=said))
+        (line,) = (line for line in said if f"({num_files} files)" in line)
+        assert f"read once by 1 of 2 ranks with {num_workers} workers" in line
+        assert "1 file is enough for any number of ranks and workers" in line
+    assert all(tokens == seen[0] for tokens in seen)
     assert len(seen[0]) > 100 * num_files
 
 
 def test_r_data_08_documents_without_text_are_skipped_and_counted(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
     rows = [{"text": ""}, {"text": "   "}, {"text": None}, {"other": 1}, {"text": [""]}, {"text": "w1 w2 w3"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_json(tmp_path / "a.jsonl", rows)
     said: list[str] = []
-    data = prepare(tmp_path, train_file=str(path), validation_split_percentage=0, said=said)
+    data = prepare(tmp_path, train_file=path, said=said)
     assert all_tokens(data.train) == [11, 12, 13, 1]
-    assert data.report["corpora"][0]["skipped"] == {str(path): {"empty": 5, "untrained": 0, "invalid": 0}}
+    assert data.report["corpora"][0]["skipped"] == {path: {"empty": 5, "untrained": 0, "invalid": 0}}
     assert f"data: {path}: skipped 5 empty and 0 invalid documents" in said
 
 
-def test_r_data_08_nothing_left_stops_at_start(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ["", "  ", None])
-    with pytest.raises(
-        ValueError, match=r"no document with text is left in .*a.jsonl: 3 empty, 0 invalid.*text_column"
-    ):
-        prepare(tmp_path, train_file=str(path))
-    path.write_text("")
-    with pytest.raises(ValueError, match=r"no document with text is left in .*\(there are no documents\)"):
-        prepare(tmp_path, train_file=str(path))
+@pytest.mark.parametrize(
+    ("texts", "counts"),
+    [(["", "  ", None], ".*a.jsonl: 3 empty, 0 invalid.*text_column"), ([], "there are no documents")],
+)
+def test_r_data_08_nothing_left_stops_at_start(tmp_path: Path, texts: list[Any], counts: str) -> None:
+    with pytest.raises(ValueError, match=rf"no document with text is left in .*a.jsonl \({counts}"):
+        prepare(tmp_path, texts)
 
 
 def test_only_the_first_files_with_skipped_documents_are_listed(tmp_path: Path) -> None:
@@ -80,16 +70,9 @@ def test_only_the_first_files_with_skipped_documents_are_listed(tmp_path: Path) 
 
 
 def _read_invalid(rank: int, world_size: int, folder: Path, *, skip: bool) -> Any:
-    options = DataOptions(
-        block_size=4,
-        train_file=str(folder / "a.jsonl"),
-        tokenizer_name=str(folder / "words"),
-        validation_split_percentage=0,
-        cache_dir=str(folder / "cache"),
-        skip_invalid_text=skip,
-    )
+    chosen: dict[str, Any] = {"train_file": str(folder / "a.jsonl"), "tokenizer_name": str(folder / "words")}
     try:
-        data = prepare_data(options, ranks=TorchRanks(), say=lambda text: None)
+        data = prepare(folder, ranks=TorchRanks(), skip_invalid_text=skip, **chosen)
     except ValueError as error:
         return str(error)
     return all_tokens(data.train), data.report["corpora"][0]["skipped"]
@@ -110,17 +93,15 @@ def test_r_data_10_invalid_utf_8_stops_every_rank_or_is_skipped_and_counted(tmp_
 def test_a_document_that_turns_out_invalid_leaves_no_token(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"w1 " * 500_000 + b"\xff")  # its first pieces are written before the fault is met
     (tmp_path / "b.txt").write_text("w2 w3 w4")
-    chosen: dict[str, Any] = {"train_file": str(tmp_path / "*.txt"), "validation_split_percentage": 0}
-    data = prepare(tmp_path, skip_invalid_text=True, **chosen)
-    assert all_tokens(data.train) == [12, 13, 14, 1]
+    files = str(tmp_path / "*.txt")
+    assert all_tokens(prepare(tmp_path, train_file=files, skip_invalid_text=True).train) == [12, 13, 14, 1]
     with pytest.raises(ValueError, match=r"a.txt, line 1: the text is not valid UTF-8"):
-        prepare(tmp_path, **chosen)
+        prepare(tmp_path, train_file=files)
 
 
 def test_a_validation_file_leaves_the_training_documents_alone(tmp_path: Path) -> None:
-    train = write_rows(tmp_path / "train.jsonl", ["w1 w2 w3"] * 30)
     validation = write_rows(tmp_path / "validation.jsonl", ["w4 w5 w6"] * 2)
-    data = prepare(tmp_path, train_file=str(train), validation_file=str(validation))
+    data = prepare(tmp_path, ["w1 w2 w3"] * 30, validation_file=validation, validation_split_percentage=5)
     assert all_tokens(data.train) == [11, 12, 13, 1] * 30
     assert all_tokens(data.validation) == [14, 15, 16, 1] * 2
     assert [corpus["num_documents"] for corpus in data.report["corpora"]] == [30, 2]
@@ -128,12 +109,10 @@ def test_a_validation_file_leaves_the_training_documents_alone(tmp_path: Path) -
 
 
 def test_a_split_of_the_corpus_and_the_entropy_of_its_training_part(tmp_path: Path) -> None:
-    rows = [f"w{i} w{i % 5} w{i % 3}" for i in range(100)]
-    data = prepare(tmp_path, train_file=str(write_rows(tmp_path / "a.jsonl", rows)), validation_split_percentage=10)
+    data = prepare(tmp_path, [f"w{i} w{i % 5} w{i % 3}" for i in range(100)], validation_split_percentage=10)
     assert (len(data.train), len(data.validation)) == (90, 10)
-    assert not {block[0] for block in np.reshape(all_tokens(data.train), (-1, 4))} & {
-        block[0] for block in np.reshape(all_tokens(data.validation), (-1, 4)) if block[0] >= 20
-    }
+    train, validation = (np.reshape(all_tokens(part), (-1, 4))[:, 0] for part in (data.train, data.validation))
+    assert not set(train) & {first for first in validation if first >= 20}
     shares = np.unique(all_tokens(data.train), return_counts=True)[1] / (90 * 4)
     assert data.report["unigram_entropy_nats"] == pytest.approx(-(shares * np.log(shares)).sum())
     assert data.report["vocab_size"] == 210
@@ -142,114 +121,102 @@ def test_a_split_of_the_corpus_and_the_entropy_of_its_training_part(tmp_path: Pa
 def test_a_folder_is_read_as_a_data_set_whole_or_as_a_stream(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
-    write_rows(folder / "train.jsonl", ["w1 w2 w3"] * 30)
+    read = partial(prepare, tmp_path, dataset_name=str(folder))
     write_rows(folder / "validation.jsonl", ["w4 w5 w6"])
-    for streaming in (False, True):
-        data = prepare(tmp_path, dataset_name=str(folder), streaming=streaming)
+    with pytest.raises(ValueError, match=r"has no split 'train', only \['validation'\]"):
+        read()
+    write_rows(folder / "train.jsonl", ["w1 w2 w3"] * 30)
+    caches = []
+    for streaming in (False, True, False):
+        data = read(streaming=streaming)
         assert all_tokens(data.train) == [11, 12, 13, 1] * 30
         assert all_tokens(data.validation) == [14, 15, 16, 1]
-    cache = prepare(tmp_path, dataset_name=str(folder)).report["corpora"][0]["cache"]
-    assert prepare(tmp_path, dataset_name=str(folder)).report["corpora"][0]["cache"] == cache
+        caches.append(data.report["corpora"][0]["cache"])
+    assert caches[0] == caches[2] != caches[1]
     write_rows(folder / "train.jsonl", ["w7 w8 w9"] * 30)
-    assert all_tokens(prepare(tmp_path, dataset_name=str(folder)).train) == [17, 18, 19, 1] * 30
+    assert all_tokens(read().train) == [17, 18, 19, 1] * 30
     with pytest.raises(ValueError, match=r"has no column 'body'; --text_column_name must be one of \['text'\]"):
-        prepare(tmp_path, dataset_name=str(folder), text_column_name="body")
-
-
-def test_a_data_set_that_is_not_there_or_has_no_training_split_is_named(tmp_path: Path) -> None:
+        read(text_column_name="body")
     with pytest.raises(ValueError, match=r"dataset_name='.*nowhere' cannot be loaded"):
         prepare(tmp_path, dataset_name=str(tmp_path / "nowhere"))
-    (tmp_path / "set").mkdir()
-    write_rows(tmp_path / "set" / "validation.jsonl", ["w4 w5 w6"])
-    with pytest.raises(ValueError, match=r"has no split 'train', only \['validation'\]"):
-        prepare(tmp_path, dataset_name=str(tmp_path / "set"))
 
 
 def test_a_tokenizer_is_trained_where_none_is_named(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ["the quick brown fox", "jumps over the lazy dog"] * 20)
+    path = Path(write_rows(tmp_path / "a.jsonl", ["the quick brown fox", "jumps over the lazy dog"] * 20))
     path.write_bytes(path.read_bytes() + b'{"text": "\xff"}\n')
-    chosen: dict[str, Any] = {
-        "train_file": str(path),
-        "tokenizer_name": None,
-        "train_vocab_size": 300,
-        "skip_invalid_text": True,
-    }
-    data = prepare(tmp_path, **chosen)
+    train = partial(prepare, tmp_path, train_file=str(path), tokenizer_name=None, train_vocab_size=300)
+    data = train(skip_invalid_text=True)
     assert len(data.tokenizer) == data.report["vocab_size"] <= 300
     assert "the quick brown fox<|endoftext|>jumps" in data.tokenizer.decode(all_tokens(data.train))
-    assert prepare(tmp_path, eos_token="<end>", **chosen).tokenizer.eos_token == "<end>"
+    assert train(skip_invalid_text=True, eos_token="<end>").tokenizer.eos_token == "<end>"
     with pytest.raises(ValueError, match="line 41: the text is not valid UTF-8"):
-        prepare(tmp_path, **(chosen | {"skip_invalid_text": False}))
+        train()
 
 
 @pytest.mark.slow
 def test_the_embedded_corpus_is_ready_in_seconds(tmp_path: Path) -> None:
-    data = prepare(tmp_path, block_size=512, tokenizer_name=None)
+    data = prepare(tmp_path, block_size=512, tokenizer_name=None, validation_split_percentage=5)
     assert len(data.tokenizer) == 8192
     assert len(data.train) > 1000
     assert len(data.validation) > 50
     assert 5 < data.report["unigram_entropy_nats"] < 8
 
 
-def test_options_that_do_not_hold_are_listed_together() -> None:
-    options = DataOptions(
-        block_size=1,
-        dataset_name="name",
-        train_file="a.txt",
-        validation_split_percentage=100,
-        train_vocab_size=256,
-        eos_token="",
-        max_train_documents=0,
-        preprocessing_num_workers=0,
-    )
-    with pytest.raises(ValueError, match="the data options do not hold") as error:
-        check_options(options)
-    for fault in (
-        "block_size=1 must be at least 2",
-        "validation_split_percentage=100 must lie between 0 and 99",
-        "train_vocab_size=256 must be at least 257",
-        "eos_token='' names no token",
-        "max_train_documents=0 must be at least 1",
-        "preprocessing_num_workers=0 must be at least 1",
-        "dataset_name='name' clashes with train_file='a.txt' validation_file=None",
-    ):
-        assert fault in str(error.value)
-        assert sum(fault in line for line in option_faults(options)) == 1
-    options = DataOptions(block_size=8, validation_file="b.txt", dataset_config_name="c", streaming=True)
-    with pytest.raises(ValueError, match="the data options do not hold") as error:
-        check_options(options)
-    for fault in (
-        "validation_file='b.txt' needs a train_file",
-        "dataset_config_name='c' needs a dataset_name",
-        "streaming=True needs a dataset_name",
-    ):
-        assert fault in str(error.value)
+ABOUT_COUNTS = {"block_size": 1, "validation_split_percentage": 100, "train_vocab_size": 256, "eos_token": ""}
+ABOUT_LIMITS = {"max_train_documents": 0, "preprocessing_num_workers": 0}
+ABOUT_SOURCES = {"validation_file": "b.txt", "dataset_config_name": "c", "streaming": True}
+FAULTS = {
+    "block_size=1 must be at least 2",
+    "validation_split_percentage=100 must lie between 0 and 99",
+    "train_vocab_size=256 must be at least 257",
+    "eos_token='' names no token",
+    "max_train_documents=0 must be at least 1",
+    "preprocessing_num_workers=0 must be at least 1",
+    "dataset_name='name' clashes with train_file='a.txt' validation_file=None",
+}
+SOURCE_FAULTS = {
+    "validation_file='b.txt' needs a train_file",
+    "dataset_config_name='c' needs a dataset_name",
+    "streaming=True needs a dataset_name",
+}
 
 
-def test_options_that_hold_have_no_faults() -> None:
-    assert option_faults(DataOptions(block_size=8)) == []
-    check_options(DataOptions(block_size=8, train_file="a.txt", validation_file="b.txt"))
+@pytest.mark.parametrize(
+    ("chosen", "faults"),
+    [
+        (ABOUT_COUNTS | ABOUT_LIMITS | {"dataset_name": "name", "train_file": "a.txt"}, FAULTS),
+        (ABOUT_SOURCES, SOURCE_FAULTS),
+        ({}, set()),
+        ({"train_file": "a.txt", "validation_file": "b.txt"}, set()),
+    ],
+)
+def test_options_that_do_not_hold_are_listed_together(chosen: dict[str, Any], faults: set[str]) -> None:
+    options = DataOptions(**{"block_size": 8, **chosen})
+    found = option_faults(options)
+    assert len(found) == len(faults)
+    assert all(any(fault in line for line in found) for fault in faults)
+    with pytest.raises(ValueError, match="the data options do not hold") if faults else nullcontext() as error:
+        check_options(options)
+    assert error is None or all(fault in str(error.value) for fault in faults)
 
 
 def test_too_little_text_for_a_block_is_an_error(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ["w1 w2 w3"] * 30)
+    read = partial(prepare, tmp_path, ["w1 w2 w3"] * 30)
     with pytest.raises(ValueError, match="the training text has 116 tokens, less than one block of block_size=500"):
-        prepare(tmp_path, train_file=str(path), block_size=500)
+        read(block_size=500, validation_split_percentage=5)
     with pytest.raises(
         ValueError, match="the validation text has 4 tokens, less than one block of block_size=8; name a"
     ):
-        prepare(tmp_path, train_file=str(path), block_size=8)
-    assert len(prepare(tmp_path, train_file=str(path), block_size=8, validation_split_percentage=0).validation) == 0
+        read(block_size=8, validation_split_percentage=5)
+    assert len(read(block_size=8).validation) == 0
 
 
 def test_ranks_with_different_tokenizers_stop_together(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", ["w1 w2 w3"] * 30)
     folders = [save_words(tmp_path / "a"), save_words(tmp_path / "b", bos=True)]
-
-    def run(ranks: Ranks) -> Any:
-        return prepare(tmp_path, ranks=ranks, train_file=str(path), tokenizer_name=folders[ranks.rank])
-
-    errors = on_threads(2, run)
+    errors = on_threads(
+        2, lambda ranks: prepare(tmp_path, ranks=ranks, train_file=path, tokenizer_name=folders[ranks.rank])
+    )
     assert str(errors[0]) == str(errors[1])
     assert "ranks [1] have another tokenizer than rank 0; make the files equal on all hosts" in str(errors[0])
 
@@ -268,22 +235,20 @@ def test_counting_tokens_costs_a_count_for_many_documents(
     starts = np.array([4, 7, 20, 60, 70, 90, 300, 302])
     here = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
     want = np.bincount(ids[here] if trained is None else ids[here][trained[here]], minlength=50).tolist()
-    sizes: list[int] = []
+    num_counts = []
     bincount = np.bincount
 
     def counting(chosen: Any, minlength: int) -> Any:
-        sizes.append(len(chosen))
+        num_counts.append(len(chosen))
         return bincount(chosen, minlength=minlength)
 
     monkeypatch.setattr(np, "bincount", counting)
     store = TokenStore(tmp_path)
     assert store.count_tokens(starts=starts, ends=ends).tolist() == want
-    assert sizes == [sum(want)]
-    sizes.clear()
+    assert num_counts == [sum(want)]
     monkeypatch.setattr(token_store, "TOKENS_AT_ONCE", 50)
     assert store.count_tokens(starts=starts, ends=ends).tolist() == want
-    if not with_mask:
-        assert sizes == [3 + 2 + 40 + 1, 10, 50, 50, 50, 50, 10 + 1, 50, 48]
+    assert max(num_counts[1:]) <= 50
     assert store.count_tokens(starts=starts[:0], ends=ends[:0]).tolist() == [0] * 50
 
 
@@ -294,10 +259,5 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"<eos>": 0, "far": 70_000}, unk_token="<eos>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "big")
-    path = write_rows(tmp_path / "a.jsonl", ["far far far"])
-    chosen: dict[str, Any] = {
-        "train_file": str(path),
-        "tokenizer_name": str(tmp_path / "big"),
-        "validation_split_percentage": 0,
-    }
-    assert all_tokens(prepare(tmp_path, **chosen).train) == [70_000, 70_000, 70_000, 0]
+    data = prepare(tmp_path, ["far far far"], tokenizer_name=str(tmp_path / "big"))
+    assert all_tokens(data.train) == [70_000, 70_000, 70_000, 0]

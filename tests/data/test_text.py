@@ -1,19 +1,28 @@
 """Text is read whole, cut where it costs nothing, and encoded with exactly one end to each document (R-DATA-06, 09)."""
 
-import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from recipe.data.chunks import split_text
-from recipe.data.documents import Corpus, Document, InvalidTextError
-from recipe.data.embedded import embedded_corpus
+from recipe.data.corpora import embedded_corpus
+from recipe.data.documents import Corpus, InvalidTextError
 from recipe.data.files import READ_BYTES, file_corpus
-from recipe.data.tokenizer import TextEncoder, load_tokenizer, train_tokenizer, with_eos
-from tests.data_samples import BOS_ID, EOS_ID, all_tokens, prepare, save_words, word_tokenizer, write_rows
+from recipe.data.tokenizer import TextEncoder, load_tokenizer, split_text, with_eos
+from tests.data_samples import (
+    BOS_ID,
+    EOS_ID,
+    all_tokens,
+    english,
+    prepare,
+    save_words,
+    small_bpe,
+    word_tokenizer,
+    write_rows,
+)
 
 
 def texts_of(corpus: Corpus) -> list[str]:
@@ -22,18 +31,6 @@ def texts_of(corpus: Corpus) -> list[str]:
 
 def corpus_of(pattern: object, *, column: str = "text") -> Corpus:
     return file_corpus(str(pattern), option="--train_file", column=column)
-
-
-def english() -> str:
-    """About 50 kB of text with words, code, numbers and line ends."""
-    return Path(random.__file__).read_text() + Path(json.__file__).read_text() + Path(pytest.__file__).read_text()
-
-
-def small_bpe(folder: Path, *, vocab_size: int = 1000) -> Any:
-    corpus = Corpus(name="c", files=(), manifest="", read=lambda: iter([Document("c", [english()])]))
-    for _ in train_tokenizer(folder, corpus=corpus, vocab_size=vocab_size, eos_token="<e>", skip_invalid_text=False):
-        pass
-    return load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("piece_chars", [1, 7, 100, 10**6])
@@ -65,26 +62,20 @@ def test_r_data_09_chunks_give_the_tokens_of_the_whole_text(tmp_path: Path) -> N
 
 def test_r_data_09_a_huge_document_without_line_breaks_is_quick(tmp_path: Path, capfd: Any) -> None:
     letters = "".join(random.Random(0).choices("abcdefghij", k=50_000))
-    rows = [letters * 100, *["a short document"] * 10]  # 5 MB with no white space at all
-    write_rows(tmp_path / "huge.jsonl", rows)
     small_bpe(tmp_path / "bpe", vocab_size=300)
-    data = prepare(tmp_path, train_file=str(tmp_path / "huge.jsonl"), tokenizer_name=str(tmp_path / "bpe"))
+    texts = [letters * 100, *["a short document"] * 10]  # 5 MB with no white space at all
+    data = prepare(tmp_path, texts, tokenizer_name=str(tmp_path / "bpe"))
     assert data.report["corpora"][0]["num_documents"] == 11
     assert "tokens/s" in capfd.readouterr().err
-    decoded = data.tokenizer.decode(data.train[1].input_ids)
-    assert str(decoded) in letters
+    assert str(data.tokenizer.decode(data.train[1].input_ids)) in letters
 
 
 def test_text_files_are_one_document_each_in_order_of_path(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("second\nfile\n")
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffirst file")
-    assert texts_of(corpus_of(tmp_path / "*.txt")) == ["first file", "second\nfile\n"]
-    both = f"{tmp_path}/b.txt, {tmp_path}/a.txt"
-    assert texts_of(corpus_of(both)) == ["first file", "second\nfile\n"]
-
-
-def test_text_files_may_cut_a_letter_between_two_reads(tmp_path: Path) -> None:
-    text = "x" * (READ_BYTES - 1) + "é" * 10
+    for pattern in (tmp_path / "*.txt", f"{tmp_path}/b.txt, {tmp_path}/a.txt"):
+        assert texts_of(corpus_of(pattern)) == ["first file", "second\nfile\n"]
+    text = "x" * (READ_BYTES - 1) + "é" * 10  # a letter is cut between two reads
     (tmp_path / "a.txt").write_text(text)
     assert texts_of(corpus_of(tmp_path / "a.txt")) == [text]
 
@@ -94,7 +85,7 @@ def test_json_lines_skip_blank_lines_and_take_the_named_column(tmp_path: Path) -
     assert texts_of(corpus_of(tmp_path / "a.jsonl", column="body")) == ["one", "two\nlines"]
 
 
-def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+def test_parquet_rows_are_documents_and_invalid_ones_are_named(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -103,12 +94,6 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
     assert texts_of(corpus_of(tmp_path / "a.parquet")) == [*rows, ""]
     with pytest.raises(ValueError, match=r"a.parquet has no column 'body'; --text_column_name must be one of \['id'"):
         texts_of(corpus_of(tmp_path / "a.parquet", column="body"))
-
-
-def test_invalid_parquet_text_names_file_and_row(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     column = pa.array([b"good", b"\xfb\xff", b"fine"]).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     documents = list(corpus_of(tmp_path / "a.parquet").read())
@@ -117,19 +102,18 @@ def test_invalid_parquet_text_names_file_and_row(tmp_path: Path) -> None:
     assert list(documents[2].pieces) == ["fine"]
 
 
-def test_invalid_text_files_name_the_line(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthr\xffee\n")
-    with pytest.raises(InvalidTextError, match=r"a.txt, line 3: the text is not valid UTF-8"):
-        texts_of(corpus_of(tmp_path / "a.txt"))
-    (tmp_path / "a.txt").write_bytes(b"cut off\n\xc3")
-    with pytest.raises(InvalidTextError, match=r"a.txt, line 2: the text is not valid UTF-8"):
-        texts_of(corpus_of(tmp_path / "a.txt"))
-
-
-def test_half_a_surrogate_pair_in_json_is_invalid_text(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "\\ud800"}\n')
-    with pytest.raises(InvalidTextError, match=r"a.jsonl, line 1: the text is not valid UTF-8 .*surrogates"):
-        texts_of(corpus_of(tmp_path / "a.jsonl"))
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"one\ntwo\nthr\xffee\n", "line 3: the text is not valid UTF-8"),
+        ("a.txt", b"cut off\n\xc3", "line 2: the text is not valid UTF-8"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: the text is not valid UTF-8 .*surrogates"),
+    ],
+)
+def test_invalid_text_names_the_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidTextError, match=f"{name}, {message}"):
+        texts_of(corpus_of(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -160,27 +144,24 @@ def test_the_manifest_follows_the_content(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", ["one"])
     before = corpus_of(path).manifest
     assert corpus_of(path).manifest == before
-    write_rows(path, ["two"])
+    write_rows(tmp_path / "a.jsonl", ["two"])
     assert corpus_of(path).manifest != before
 
 
-def test_the_embedded_corpus_is_the_standard_library() -> None:
+def test_the_embedded_corpus_is_the_standard_library_without_other_encodings(tmp_path: Path) -> None:
     corpus = embedded_corpus()
     assert corpus.manifest == embedded_corpus().manifest
     assert list(corpus.files) == sorted(corpus.files)
     assert len(corpus.files) > 300
     assert not any("site-packages" in file or "/test/" in file for file in corpus.files)
     assert "".join(next(corpus.read()).pieces) == Path(corpus.files[0]).read_text("utf-8")
-
-
-def test_the_embedded_corpus_leaves_out_other_encodings_and_needs_source(tmp_path: Path) -> None:
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     with pytest.raises(ValueError, match=r"no standard library in source form under .*; name a corpus with"):
         embedded_corpus(tmp_path)
     (tmp_path / "good.py").write_text("pass\n")
-    corpus = embedded_corpus(tmp_path)
-    assert corpus.files == (str(tmp_path / "good.py"),)
-    assert corpus.manifest != embedded_corpus().manifest
+    small = embedded_corpus(tmp_path)
+    assert small.files == (str(tmp_path / "good.py"),)
+    assert small.manifest != corpus.manifest
 
 
 def test_a_trained_tokenizer_reads_back_any_text(tmp_path: Path) -> None:
@@ -189,6 +170,11 @@ def test_a_trained_tokenizer_reads_back_any_text(tmp_path: Path) -> None:
     assert len(tokenizer) == 1000
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.eos_token == "<e>"
+    # Text that spells the end of a document stays text where it is encoded for a store.
+    assert tokenizer("a<e>b")["input_ids"].count(tokenizer.eos_token_id) == 1
+    ids = TextEncoder(tokenizer).encode(["a<e>b"])[0]
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids) == "a<e>b"
 
 
 @pytest.mark.parametrize(
@@ -203,16 +189,8 @@ def test_a_trained_tokenizer_reads_back_any_text(tmp_path: Path) -> None:
 def test_r_data_06_exactly_one_eos_after_each_document(
     tmp_path: Path, kinds: dict[str, bool], prefix: list[int]
 ) -> None:
-    rows = ["w0 w1 w2", "w3 <eos> w4 w5", "w6 w7"]
-    write_rows(tmp_path / "a.jsonl", rows)
     words = save_words(tmp_path / "words", **kinds)
-    data = prepare(
-        tmp_path,
-        train_file=str(tmp_path / "a.jsonl"),
-        tokenizer_name=words,
-        block_size=2,
-        validation_split_percentage=0,
-    )
+    data = prepare(tmp_path, ["w0 w1 w2", "w3 <eos> w4 w5", "w6 w7"], tokenizer_name=words, block_size=2)
     stored = np.fromfile(Path(data.report["corpora"][0]["cache"]) / "tokens.bin", dtype="<u2").tolist()
     ids = [[10, 11, 12], [13, 14, 15], [16, 17]]
     assert stored == [token for body in ids for token in [*prefix, *body, EOS_ID]]
@@ -222,18 +200,15 @@ def test_r_data_06_exactly_one_eos_after_each_document(
 
 
 def test_r_data_06_a_tokenizer_without_eos_names_the_option(tmp_path: Path) -> None:
-    write_rows(tmp_path / "a.jsonl", ["w0 w1 w2 w3"])
     words = save_words(tmp_path / "words", eos=False)
-    chosen: dict[str, Any] = {
-        "train_file": str(tmp_path / "a.jsonl"),
-        "tokenizer_name": words,
-        "validation_split_percentage": 0,
-    }
+    read = partial(prepare, tmp_path, ["w0 w1 w2 w3"], tokenizer_name=words)
     with pytest.raises(ValueError, match=r"has no end-of-sequence token .* name one of its tokens with --eos_token"):
-        prepare(tmp_path, **chosen)
+        read()
     with pytest.raises(ValueError, match="--eos_token '<end>' is not in the vocabulary of"):
-        prepare(tmp_path, eos_token="<end>", **chosen)
-    data = prepare(tmp_path, eos_token="<bos>", **chosen)
+        read(eos_token="<end>")
+    with pytest.raises(ValueError, match=r"the tokenizer '.*nowhere' cannot be loaded"):
+        load_tokenizer(tmp_path / "nowhere")
+    data = read(eos_token="<bos>")
     assert all_tokens(data.train) == [10, 11, 12, 13]
     assert data.tokenizer.eos_token_id == BOS_ID
 
@@ -247,14 +222,6 @@ def test_r_data_06_a_tokenizer_in_python_that_appends_eos_itself() -> None:
     assert encoder.prefix == ()
 
 
-def test_text_that_spells_the_end_of_a_document_stays_text(tmp_path: Path) -> None:
-    tokenizer = small_bpe(tmp_path)
-    assert tokenizer("a<e>b")["input_ids"].count(tokenizer.eos_token_id) == 1
-    ids = TextEncoder(tokenizer).encode(["a<e>b"])[0]
-    assert tokenizer.eos_token_id not in ids
-    assert tokenizer.decode(ids) == "a<e>b"
-
-
 def test_an_encoder_leaves_the_tokenizer_as_it_was() -> None:
     tokenizer = word_tokenizer()
     before = tokenizer.backend_tokenizer.to_str(), tokenizer("w1 <eos> w2")["input_ids"]
@@ -263,8 +230,3 @@ def test_an_encoder_leaves_the_tokenizer_as_it_was() -> None:
     assert (tokenizer.backend_tokenizer.to_str(), tokenizer("w1 <eos> w2")["input_ids"]) == before
     assert encoder.identity == TextEncoder(word_tokenizer()).identity
     assert encoder.identity != TextEncoder(word_tokenizer(bos=True)).identity
-
-
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the tokenizer '.*nowhere' cannot be loaded"):
-        load_tokenizer(tmp_path / "nowhere")

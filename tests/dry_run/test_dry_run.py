@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from recipe.dry_run.ledger import Sent
 from recipe.plan.job import Job
-from recipe.plan.sent import Sent
+from recipe.plan.zero3 import DEFAULTS
 from tests.ranks import run_ranks
 from tests.traffic_jobs import engine_config, small_job
 
@@ -86,12 +87,13 @@ LAYOUTS = {
 
 def counted(job: Job, *, rank: int = 0, **options: Any) -> Any:
     """The dry run and its rows beside the plan's; in a process without a group of its own."""
-    from recipe.dry_run.dry_run import compare, dry_run
-    from recipe.dry_run.quiet import quiet_libraries
+    from recipe.dry_run.command import quiet_libraries
+    from recipe.dry_run.dry_run import dry_run
+    from recipe.dry_run.report import compare
 
     with quiet_libraries():
         found = dry_run(job, engine_config=engine_config(job), rank=rank, **options)
-    return found, compare(found, job, rank=rank)
+    return found, compare(found, job, rank=rank).rows
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -116,11 +118,11 @@ def sent_by_ranks(rank: int, world_size: int, job: Job, num_steps: int) -> tuple
 
     from modeling.init import build_model
     from modeling.mesh import build_mesh
+    from recipe.dry_run.fake_world import config_of, execution_of
     from recipe.dry_run.ledger import Ledger
-    from recipe.dry_run.model_trace import config_of, execution_of
     from recipe.engine.engine import Engine
-    from tests.engine_runs import Training, micro_batches, optimizer_for, random_batch
-    from tests.parity import Case
+    from tests.engine_runs import Case, micro_batches, optimizer_for
+    from tests.referee import Training, random_batch
 
     layout = job.layout
     mesh = build_mesh(layout, num_key_value_heads=job.sizes.num_key_value_heads)
@@ -158,8 +160,8 @@ def test_the_dry_run_counts_what_real_ranks_send(job: Job, num_steps: int, alone
 
 def both_ways(job: Job) -> Any:
     """All layers run, and put together from fewer."""
+    from recipe.dry_run.dry_run import trace_micro_batch
     from recipe.dry_run.fake_world import fake_world
-    from recipe.dry_run.model_trace import trace_micro_batch
 
     with fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads) as mesh:
         return [trace_micro_batch(job, mesh, all_layers=every, say=lambda line: None) for every in (True, False)]
@@ -178,14 +180,14 @@ def test_further_layers_add_what_the_second_did(recompute: bool, alone: ProcessP
     assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
 
 
-def widths(job: Job) -> list[list[Sent]]:
-    """The engine's own rows, seen on models of three widths, the last one the full one."""
+def engine_rows(job: Job) -> list[list[Sent]]:
+    """The engine's own rows over tensors whose memory is not touched, and over ordinary ones."""
+    from recipe.dry_run.command import quiet_libraries
+    from recipe.dry_run.engine_trace import trace_engine
     from recipe.dry_run.fake_world import fake_world
-    from recipe.dry_run.quiet import quiet_libraries
-    from recipe.dry_run.zero_trace import trace_engine
 
     with quiet_libraries(), fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads) as mesh:
-        return [trace_engine(job, mesh, engine_config=engine_config(job), width=width) for width in (8, 16, 32)]
+        return [trace_engine(job, mesh, engine_config=engine_config(job), large=large) for large in (1, 2**40)]
 
 
 @pytest.mark.parametrize(
@@ -209,12 +211,41 @@ def widths(job: Job) -> list[list[Sent]]:
     ],
     ids=["stage 1", "stage 2", "stage 3"],
 )
-def test_a_narrow_model_tells_what_the_full_one_sends(job: Job, alone: ProcessPoolExecutor) -> None:
-    *narrow, full = alone.submit(widths, job).result(timeout=90)
-    for rows in narrow:
-        assert [row[:3] for row in rows] == [row[:3] for row in full]
-        for ours, theirs in zip(rows, full, strict=True):
-            assert ours.sent_bytes == pytest.approx(theirs.sent_bytes, abs=0.5), theirs
+def test_untouched_tensors_are_sent_like_ordinary_ones(job: Job, alone: ProcessPoolExecutor) -> None:
+    untouched, ordinary = alone.submit(engine_rows, job).result(timeout=90)
+    assert untouched == ordinary
+    assert {"zero", "counts"} <= {row.purpose for row in ordinary}
+
+
+def unequal_rows(job: Job, name: str, value: Any) -> list[tuple[str, str, str]]:
+    """What differs where the planner takes another value for something that it knows of DeepSpeed."""
+    from unittest.mock import patch
+
+    with patch(name, value):
+        _, rows = counted(job)
+    return [row[:3] for row in rows if not row.is_equal]
+
+
+def one_group(*_: Any) -> list[dict[str, int]]:
+    """Another optimizer than the run's, in the planner's words."""
+    return [{"all": 10_000}]
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "value", "row"),
+    [
+        (2, "recipe.plan.traffic.ALIGNMENT", 512, "all_gather"),
+        (2, "recipe.plan.traffic.WIDE_BYTES", 2, "all_reduce"),
+        (2, "recipe.plan.traffic.flat_groups", one_group, "all_gather"),
+        (3, "recipe.plan.zero3.DEFAULTS", dict.fromkeys(DEFAULTS, 1), "all_gather"),
+    ],
+    ids=["padding", "type of sums", "optimizer groups", "thresholds"],
+)
+def test_a_planner_that_errs_about_deepspeed_is_found_out(
+    stage: int, name: str, value: Any, row: str, alone: ProcessPoolExecutor
+) -> None:
+    job = small_job(8, zero={"stage": stage}, precision="bf16")
+    assert ("dp", row, "zero") in alone.submit(unequal_rows, job, name, value).result(timeout=90)
 
 
 def test_copies_of_experts_cannot_be_run_dry(alone: ProcessPoolExecutor) -> None:

@@ -2,19 +2,19 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from modeling.layout import ParallelLayout
 from recipe.cli import main
-from recipe.dry_run.even_routing import even_share
+from recipe.dry_run import ledger
+from recipe.dry_run.dry_run import DryRun
+from recipe.dry_run.engine_trace import UntouchedLedger
 from recipe.dry_run.fake_world import fake_world
-from recipe.dry_run.found import Compared, ComparedMemory, DryRun
-from recipe.dry_run.report import as_json, describe
-from recipe.dry_run.zero_trace import narrow_job
-from recipe.plan.sent import Sent
+from recipe.dry_run.ledger import Sent
+from recipe.dry_run.report import Compared, ComparedMemory, Comparison, as_json, describe, even_share
 from tests.ranks import run_ranks
 from tests.traffic_jobs import small_job
 
@@ -43,7 +43,7 @@ def test_a_row_is_equal_to_the_byte() -> None:
 
 def test_lines_for_people() -> None:
     job = small_job(2, 2, 2)
-    lines = list(describe(FOUND, job, rank=3, compared=COMPARED, memory=MEMORY))
+    lines = list(describe(FOUND, job, rank=3, comparison=Comparison(COMPARED, MEMORY)))
     assert lines == [
         "rank 3 of 4, dp=2 tp=2 ep=2 etp=1, ZeRO-1, fp32, one step:",
         "  axis   op          purpose    calls  bytes sent  calls planned  bytes planned",
@@ -59,7 +59,7 @@ def test_lines_for_people() -> None:
         "1 of 3 rows differ from the plan",
         "1 rows of equal bytes are sent in other numbers of calls than planned",
     ]
-    alone = list(describe(FOUND, job, rank=3, compared=None))
+    alone = list(describe(FOUND, job, rank=3, comparison=None))
     assert alone[1:3] == [
         "  axis   op          purpose    calls  bytes sent",
         "  group  all_gather  attention      4       8,192",
@@ -70,11 +70,14 @@ def test_lines_for_people() -> None:
         "      2 MiB  weights",
         "note: an assumption",
     ]
-    assert list(describe(FOUND, job, rank=0, compared=COMPARED[:1]))[-1] == "the plan is equal to the byte"
+    assert (
+        list(describe(FOUND, job, rank=0, comparison=Comparison(COMPARED[:1], MEMORY)))[-1]
+        == "the plan is equal to the byte"
+    )
 
 
 def test_one_object_for_programs() -> None:
-    found = as_json(FOUND, small_job(2, 2, 2), rank=3, compared=COMPARED, memory=MEMORY)
+    found = as_json(FOUND, small_job(2, 2, 2), rank=3, comparison=Comparison(COMPARED, MEMORY))
     assert json.loads(json.dumps(found)) == found
     assert found["compare"]["collective_bytes_equal"] is False
     assert found["compare"]["collectives"][2] == {
@@ -91,7 +94,7 @@ def test_one_object_for_programs() -> None:
     assert [row["calls_equal"] for row in found["compare"]["collectives"]] == [True, False, False]
     assert found["compare"]["collective_calls_equal"] is False
     assert found["compare"]["memory"][0] == {"kind": "weights", "counted_bytes": 2**21, "planned_bytes": 2**21}
-    assert "compare" not in as_json(FOUND, small_job(2, 2, 2), rank=3, compared=None)
+    assert "compare" not in as_json(FOUND, small_job(2, 2, 2), rank=3, comparison=None)
 
 
 @pytest.mark.parametrize(
@@ -126,19 +129,23 @@ def test_where_rows_do_not_divide_a_rank_sends_whole_ones() -> None:
     assert even_share(small_job(1, 4, 4, block_size=17), rank=1) == 1
 
 
-def test_a_model_that_cannot_be_narrow_is_refused() -> None:
-    """A head's norm of 128 numbers stays at a threshold of 1000, so it must at a narrow model's share of that."""
-    model = {
-        "hidden_size": 4096,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 32,
-        "head_dim": 128,
-        "qk_norm": "head",
+def test_addresses_that_cannot_be_reserved_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with UntouchedLedger(), pytest.raises(ValueError, match=r"no 4.0 GiB of addresses .* \(Cannot allocate memory\)"):
+        torch.empty(2**30)
+
+
+def test_only_the_report_and_the_command_ask_the_planner() -> None:
+    """The job, which says what is run, is all that counting takes from there."""
+    asking = {
+        path.name
+        for path in Path(ledger.__file__).parent.glob("*.py")
+        if "recipe.plan" in path.read_text().replace("from recipe.plan.job import Job", "")
     }
-    job = small_job(8, 1, zero={"stage": 3, "stage3_param_persistence_threshold": 1000}, model=model)
-    with pytest.raises(ValueError, match=r"threshold': 1000, .* model of hidden size 528, which takes .* GiB"):
-        narrow_job(job)
-    assert narrow_job(replace(job, zero={"stage": 3})).job.sizes.hidden_size < 64
+    assert asking == {"report.py", "command.py"}
 
 
 def test_a_rank_that_there_is_not_is_refused() -> None:

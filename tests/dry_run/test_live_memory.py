@@ -1,6 +1,7 @@
 """Living storages count once each, from birth to death: as the profiler's allocations, and on fake tensors too."""
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from modeling.init import build_model
 from modeling.mesh import one_rank_mesh
 from recipe.dry_run.live_memory import LiveMemory
-from tests.parity import mixed_config, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import mixed_config, tiny_config
 
 KIB = 1024
 
@@ -36,31 +37,23 @@ def test_a_storage_counts_once_while_any_view_of_it_lives() -> None:
 
 
 def test_the_peak_is_of_what_lives_at_once_since_the_restart() -> None:
+    used, named, untouched = kib(1), kib(2), kib(4)
     with LiveMemory() as memory:
-        stays = kib(1)
+        used.add_(1)  # what was there before is seen when it is used or named
+        memory.name([named, None], kind="weights")
+        assert memory.bytes_at_peak() == {"weights": 2 * KIB, "activations": KIB}
         for _ in range(3):
             goes = kib(4)
             del goes
         both = [kib(2), kib(3)]
-        assert memory.peak_bytes == 6 * KIB
-        assert [storage.num_bytes for storage in memory.at_peak()] == [3 * KIB, 2 * KIB, KIB]
+        assert memory.peak_bytes == 8 * KIB
+        assert memory.bytes_at_peak() == {"weights": 2 * KIB, "activations": 6 * KIB}
         del both
         memory.restart()
-        assert memory.peak_bytes == KIB
+        assert memory.peak_bytes == 3 * KIB
         after = kib(1)
-    assert memory.peak_bytes == 2 * KIB
-    assert len(memory.at_peak()) == 2
-    assert stays.numel() == after.numel()
-
-
-def test_what_was_there_before_is_seen_when_it_is_used_or_named() -> None:
-    used, named, untouched = kib(1), kib(2), kib(4)
-    with LiveMemory() as memory:
-        used.add_(1)
-        memory.name([named, None], kind="weights")
-    assert memory.alive_bytes == 3 * KIB
-    assert memory.bytes_at_peak() == {"weights": 2 * KIB, "other": KIB}
-    assert untouched.numel() == 4 * KIB
+    assert memory.peak_bytes == 4 * KIB
+    assert after.numel() < untouched.numel()
 
 
 def test_what_an_operator_writes_into_and_a_function_keeps_is_seen() -> None:
@@ -94,6 +87,7 @@ def test_gradients_states_and_logits_are_told_apart() -> None:
         model(input_ids=ids, labels=ids, output_logits=False).loss.backward()
         logits_bytes = memory.bytes_at_peak()["logits"]
         optimizer.step()
+        memory.name([x for state in optimizer.state.values() for x in state.values()], kind="optimizer")
         memory.restart()
         found = memory.bytes_at_peak()
     numbers = sum(p.numel() for p in model.parameters())
@@ -131,15 +125,13 @@ def test_the_peak_is_the_profilers() -> None:
 
 
 def test_fake_tensors_have_the_peak_of_real_ones() -> None:
-    def peak() -> int:
-        with LiveMemory() as memory:
+    peaks = []
+    for mode in (FakeTensorMode(), nullcontext()):
+        with mode, LiveMemory() as memory:
             net = nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64))
             net(torch.zeros(128, 64)).square().sum().backward()
-        return memory.peak_bytes
-
-    with FakeTensorMode():
-        fake = peak()
-    assert fake == peak() > 128 * 256 * 4
+        peaks.append(memory.peak_bytes)
+    assert peaks[0] == peaks[1] > 128 * 256 * 4
 
 
 def _gathers(rank: int, world_size: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ from modeling.decoder import OwnTokens
 from modeling.model import GatherMoeForCausalLM
 from recipe.engine.graphs import MAX_KEYS, Buffers, install_graphs, read_by_host, take_apart
 from tests.emulated_graphs import EmulatedCapture, ruin
-from tests.parity import full_state, mixed_config, split_options
+from tests.referee import full_state, mixed_config, split_options
 
 NUM_LAYERS, NUM_STEPS = 3, 3
 MAX_OUTPUTS = 5  # of a block, which has more weights than that

@@ -9,19 +9,9 @@ from torch import Tensor
 from modeling.config import GatherMoeConfig
 from recipe.engine.graphs import install_graphs
 from tests.emulated_graphs import EmulatedCapture
-from tests.engine_runs import (
-    ONE_RUN_S,
-    Tensors,
-    Training,
-    gradient_shards,
-    micro_batches,
-    random_batch,
-    slow,
-    start,
-    weight_shards,
-)
-from tests.parity import Case, full_state, split_options, tiny_config
+from tests.engine_runs import ONE_RUN_S, Case, gradient_shards, micro_batches, slow, start_engine, weight_shards
 from tests.ranks import run_ranks
+from tests.referee import Tensors, Training, full_state, random_batch, split_options, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +29,7 @@ class Outcome(NamedTuple):
 
 
 def _train(config: GatherMoeConfig, state: Tensors, case: Case, *, capture: EmulatedCapture | None) -> Outcome:
-    engine = start(config, state, case, training=TRAINING, num_sequences=NUM_SEQUENCES)
+    engine = start_engine(config, state, case, training=TRAINING)
     if capture is not None:
         install_graphs(engine.model, capture=capture)
     losses, norms, gradients = [], [], {}

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, constants, errors
 
-from recipe.hf.download import ALLOWED, LEFT_OUT, fetch_model
+from recipe.hf.hub import ALLOWED, LEFT_OUT, fetch_model
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model
 from recipe.settings.model_source import HubModel, explain, is_on_hub
 from recipe.shared.ranks import OneRank
 from tests.hub_samples import COMMIT, http_error, make_model, put_in_cache, save_tokenizer
+from tests.launching import launch, run_main, words_of
 from tests.ranks import run_ranks
 from tests.thread_ranks import on_threads
-from tests.train.test_run_pretrain import launch, words_of
 from tests.training import read_metrics, write_ds_config, write_inputs
 
 NAME = "someone/tiny"
@@ -71,15 +71,11 @@ def test_what_is_here_wins_over_the_hub(
     )
 
 
+GATED = "is gated on the hub: ask for access at https://huggingface.co/someone/tiny, then log in with"
+PRIVATE = "has no model someone/tiny; if it is a private one, log in with `hf auth login` or"
 REASONS = [
-    (
-        errors.GatedRepoError,
-        "is gated on the hub: ask for access at https://huggingface.co/someone/tiny, then log in with",
-    ),
-    (
-        errors.RepositoryNotFoundError,
-        "has no model someone/tiny; if it is a private one, log in with `hf auth login` or",
-    ),
+    (errors.GatedRepoError, GATED),
+    (errors.RepositoryNotFoundError, PRIVATE),
     (errors.RevisionNotFoundError, "someone/tiny on the hub has no revision v9"),
     (errors.RemoteEntryNotFoundError, "someone/tiny at revision v9 on the hub has no config.json"),
     (errors.HfHubHTTPError, "cannot be fetched from the hub https://huggingface.co: HfHubHTTPError: a long answer"),
@@ -175,11 +171,12 @@ def fetch_on_rank(
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(huggingface_hub, "hf_hub_download", config_of)
         patch.setattr(huggingface_hub, "snapshot_download", download)
+        from recipe.shared.errors import RunError
         from recipe.shared.ranks import TorchRanks
 
         try:
             folder = fetch_model(HubModel(NAME), ranks=TorchRanks(), say=lambda line: None, host=host)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RunError) as error:
             return str(error), len(downloads)
         assert (folder / "model.safetensors").is_file()
         assert downloads == [COMMIT] * len(downloads)
@@ -203,29 +200,21 @@ def test_one_rank_of_each_cache_downloads_and_all_hear_of_a_failure(model_folder
     shutil.rmtree(tmp_path / "cache of host-0")
     lost = run_ranks(fetch_on_rank, 4, tmp_path, shared=False, lost=True)
     (text,) = {text for text, _ in lost}
-    assert f"do not see {NAME} at revision {COMMIT} although a rank of their host" in text
+    assert f"does not see {NAME} at revision {COMMIT} although a rank of its host" in text
 
 
-def find_changed(rank: int, world_size: int, folder: Path, kwargs: dict[str, Any]) -> str:
-    """What starting from a model of the hub says whose configuration is not the one that was read before."""
-    import recipe.train.prepare
-    from recipe.train.prepare import Request, find_weights
+def test_a_model_that_changes_on_the_hub_while_a_run_starts_is_noticed(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipe.train import prepare
 
-    arguments: Any = Arguments(model_name_or_path=NAME)
-    request = Request(arguments, None, kwargs, None)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe.train.prepare, "fetch_model", lambda model, **options: folder)
-        found = find_weights(request, ranks=OneRank(), say=lambda line: None)
-        assert found == folder
-        changed = request._replace(model={**kwargs, "num_experts": 8})
-        with pytest.raises(ValueError, match=f"{NAME} on the hub changed while the run started; start it again"):
-            find_weights(changed, ranks=OneRank(), say=lambda line: None)
-    return "done"
-
-
-def test_a_model_that_changes_on_the_hub_while_a_run_starts_is_noticed(model_folder: Path) -> None:
     kwargs = read_model(Arguments(model_name_or_path=str(model_folder))).kwargs
-    assert run_ranks(find_changed, 1, model_folder, kwargs) == ["done"]
+    request: Any = prepare.Request(Arguments(model_name_or_path=NAME), None, kwargs, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(prepare, "fetch_model", lambda model, **options: model_folder)
+    assert prepare.find_weights(request, ranks=OneRank(), say=print) == model_folder
+    changed = request._replace(model={**kwargs, "num_experts": 8})
+    with pytest.raises(ValueError, match=f"{NAME} on the hub changed while the run started; start it again"):
+        prepare.find_weights(changed, ranks=OneRank(), say=print)
 
 
 def test_a_host_whose_folder_has_no_tokenizer_stops_the_others(
@@ -287,7 +276,7 @@ def test_a_run_starts_from_a_dense_model_of_the_hub_in_a_process_without_a_netwo
     assert (card.data.base_model, card.data.license) == (NAME, "mit")
     assert "| layout | dp=1 tp=1 ep=1 etp=1, ZeRO-" in card.text
     assert "| evaluation loss, nats per token | " in card.text
-    flags |= {"output_dir": tmp_path / "other", "push_to_hub": True}
-    done = launch(words_of(flags), HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    flags |= {"model_name_or_path": dense, "output_dir": tmp_path / "other", "push_to_hub": True}
+    done = run_main(words_of(flags), tmp_path)
     assert done.returncode == 2, done.stdout
     assert done.stdout.count("--push_to_hub to other needs the hub, and HF_HUB_OFFLINE is set") == 1

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects
 
-from recipe.hf.upload import claim_repository, push_to_hub
+from recipe.hf.hub import claim_repository, push_to_hub
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.shared.errors import UploadError
@@ -105,10 +105,7 @@ def test_the_folder_is_uploaded_as_one_commit_by_the_first_rank(tmp_path: Path) 
     assert on_threads(2, push) == [None, None]
     assert hub.commits == [("me/mine", "Step 6")]
     assert hub.files == {".gitattributes", "config.json"}
-    assert said == [
-        f"hub: uploading {tmp_path / 'step-6' / 'hf'} to me/mine",
-        "hub: https://hub/me/mine/commit/1",
-    ]
+    assert said == [f"hub: uploading {tmp_path / 'step-6' / 'hf'} to me/mine", "hub: https://hub/me/mine/commit/1"]
 
 
 def test_nothing_of_an_earlier_push_is_left_beside_the_new_weights(tmp_path: Path) -> None:
@@ -151,10 +148,7 @@ def test_a_failed_upload_says_where_the_weights_are_and_how_to_go_on(error: Exce
     [
         (["--hub_model_id=me/x"], "--hub_model_id is for what --push_to_hub uploads; add that, or leave it out"),
         (["--hub_private_repo"], "--hub_private_repo is for what --push_to_hub uploads"),
-        (
-            ["--push_to_hub", "--save_strategy=no"],
-            "uploads what --save_strategy no does not write; leave one of them out",
-        ),
+        (["--push_to_hub", "--save_strategy=no"], "uploads what --save_strategy no does not write; leave one of them"),
         (["--push_to_hub", "--hf_save=never"], "weights that --hf_save never does not write; use --hf_save last"),
         (["--push_to_hub", "--hub_token=x"], "--hub_token on the command line is not available: who reads the command"),
         (["--push_to_hub", "--hub_strategy=end"], "weights are uploaded once, at the end of the run"),

@@ -11,18 +11,18 @@ from recipe.hf.config import SpecialTokens, config_dict
 from recipe.hf.model_card import TrainingFacts, model_card, write_model_card
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
-from tests.parity import tiny_config
+from tests.referee import tiny_config
+
+
+def values_of(config: GatherMoeConfig | None = None, *, kind: str = "mixtral") -> dict[str, Any]:
+    tokens = SpecialTokens(None, 1, None)
+    return config_dict(config or tiny_config(), model_type=kind, dtype="bfloat16", tokens=tokens)
 
 
 def card_of(config: GatherMoeConfig | None = None, *, kind: str = "mixtral", **arguments: Any) -> ModelCard:
-    values = config_dict(
-        config or tiny_config(), model_type=kind, dtype="bfloat16", tokens=SpecialTokens(None, 1, None)
-    )
-    layout = "dp=1 tp=2 ep=2 etp=1, ZeRO-2, bf16"
-    facts = TrainingFacts(
-        Arguments(output_dir="runs/mine", **arguments), layout, step=1200, tokens=34_000, loss=2.34567
-    )
-    return ModelCard(model_card(values, facts=facts))
+    given = Arguments(output_dir="runs/mine", **arguments)
+    facts = TrainingFacts(given, "dp=1 tp=2 ep=2 etp=1, ZeRO-2, bf16", step=1200, tokens=34_000, loss=2.34567)
+    return ModelCard(model_card(values_of(config, kind=kind), facts=facts))
 
 
 def test_the_front_matter_names_only_what_is_known() -> None:
@@ -53,8 +53,7 @@ def test_what_is_of_the_hub_is_decided_before_the_run_makes_files(
     (tmp_path / "some" / "base").mkdir(parents=True)
     (tmp_path / "here").rmdir()
     facts = TrainingFacts(arguments, "dp=1", 0, 0)
-    values = config_dict(tiny_config(), model_type="mixtral", dtype="float32", tokens=SpecialTokens(None, 1, None))
-    data = ModelCard(model_card(values, facts=facts)).data.to_dict()
+    data = ModelCard(model_card(values_of(), facts=facts)).data.to_dict()
     assert (data["base_model"], data.get("datasets")) == ("some/base", None)
 
 
@@ -91,6 +90,5 @@ def test_the_code_to_open_it_can_be_run(kind: str, native: bool, tmp_path: Path)
 
 
 def test_a_card_is_a_file_of_its_folder(tmp_path: Path) -> None:
-    values = config_dict(tiny_config(), model_type="mixtral", dtype="float32", tokens=SpecialTokens(None, 1, None))
-    write_model_card(tmp_path, config=values, facts=TrainingFacts(Arguments(output_dir="x"), "dp=1", 0, 0))
+    write_model_card(tmp_path, config=values_of(), facts=TrainingFacts(Arguments(output_dir="x"), "dp=1", 0, 0))
     assert ModelCard.load(tmp_path / "README.md").data.library_name == "transformers"

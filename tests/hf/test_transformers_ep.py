@@ -14,9 +14,9 @@ from transformers.distributed.expert_parallel import AllReduceEP, EPImplementati
 
 from modeling.config import GatherMoeConfig
 from recipe.hf.transformers_ep import AllGatherEP, keep_local, register_allgather
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
 from tests.ranks import run_ranks
 from tests.recording import Collective, Operator, Operators
+from tests.referee import FP32_ATOL, Tensors, assert_all_match, full_state, mixed_config, referee_model, tiny_config
 from tests.static_shapes import NoHostReads, StaticOperators
 
 pytestmark = pytest.mark.slow
@@ -33,9 +33,9 @@ class Training(NamedTuple):
     """Logits and gradients of the first step, the losses of all, the weights after the last; whole tensors."""
 
     logits: Tensor
-    gradients: dict[str, Tensor]
+    gradients: Tensors
     losses: list[float]
-    weights: dict[str, Tensor]
+    weights: Tensors
 
 
 def batch(step: int, *, num_sequences: int = 4, length: int = 9) -> Tensor:
@@ -74,14 +74,7 @@ def load_split(
 
 
 def train_split(
-    rank: int,
-    _: int,
-    folder: Path,
-    sizes: dict[str, int],
-    implementation: str,
-    *,
-    checkpointing: bool = False,
-    **options: Any,
+    rank: int, _: int, folder: Path, sizes: Any, implementation: str, *, checkpointing: bool = False, **options: Any
 ) -> Training:
     """The same on one rank of a split model; without tensor parallelism each rank has its share of the sequences."""
     model = load_split(folder, sizes, implementation, **options)
@@ -92,69 +85,61 @@ def train_split(
     return train(model, batches)
 
 
+class Stock(NamedTuple):
+    """A checkpoint of transformers' class, and what one process makes of it."""
+
+    folder: Path
+    training: Training
+
+
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A stock checkpoint of each kind."""
+def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stock]:
     found = {}
     for kind, make in KINDS.items():
-        found[kind] = tmp_path_factory.mktemp(kind)
-        referee_model(make(), full_state(make())).save_pretrained(found[kind])
+        folder = tmp_path_factory.mktemp(kind)
+        referee_model(make(), full_state(make())).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        found[kind] = Stock(folder, train(model, [batch(step) for step in range(NUM_STEPS)]))
     return found
 
 
-def one_process(folder: Path) -> Training:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return train(model, [batch(step) for step in range(NUM_STEPS)])
-
-
-def check_equal(by_rank: list[Training], want: Training, *, num_batches: int = 1, atol: float = 1e-5) -> None:
+def check_equal(by_rank: list[Training], want: Training, *, num_batches: int = 1) -> None:
     """Ranks stand in order of their batches, neighbours share one; losses and gradients are means over the batches."""
     sharers = len(by_rank) // num_batches
     logits = torch.cat([result.logits for result in by_rank[::sharers]])
-    torch.testing.assert_close(logits, want.logits, atol=atol, rtol=0)
+    torch.testing.assert_close(logits, want.logits, atol=FP32_ATOL, rtol=0)
     losses = [sum(step) / len(by_rank) for step in zip(*(result.losses for result in by_rank), strict=True)]
-    torch.testing.assert_close(losses, want.losses, atol=atol, rtol=0)
+    torch.testing.assert_close(losses, want.losses, atol=FP32_ATOL, rtol=0)
     for result in by_rank:
-        for got, expected in ((result.gradients, want.gradients), (result.weights, want.weights)):
-            assert got.keys() == expected.keys()
-            for name, tensor in got.items():
-                torch.testing.assert_close(tensor, expected[name], atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        assert result.gradients.keys() == result.weights.keys() == want.weights.keys()
+        assert_all_match(result.gradients, want.gradients)
+        assert_all_match(result.weights, want.weights)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_a_stock_model_split_over_two_ranks_is_the_model_of_one(kind: str, folders: dict[str, Path]) -> None:
-    sizes = {"tp_size": 2, "ep_size": 2}
-    by_rank = run_ranks(train_split, 2, folders[kind], sizes, "allgather")
-    want = one_process(folders[kind])
-    check_equal(by_rank, want)
-    for name in ("all_to_all", "all_reduce"):
-        theirs = run_ranks(train_split, 2, folders[kind], sizes, name)
-        check_equal(by_rank, theirs[0])
+SHARED = {"tp_size": 2, "ep_size": 2}
+OWN = {"fsdp_size": 2, "ep_size": 2}  # each rank has a batch of its own, which transformers' all-reduce refuses
+SHARED_BY_TWO = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
 
 
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
-def test_every_way_of_computing_the_experts_is_left_to_the_user(experts: str, folders: dict[str, Path]) -> None:
-    options = {"experts_implementation": experts}
-    by_rank = run_ranks(train_split, 2, folders["qwen3_moe"], {"tp_size": 2, "ep_size": 2}, "allgather", **options)
-    check_equal(by_rank, one_process(folders["qwen3_moe"]))
-
-
-def test_tokens_of_several_batches_are_gathered(folders: dict[str, Path]) -> None:
-    """Under FSDP each rank has a batch of its own, which transformers' all-reduce refuses."""
-    sizes = {"fsdp_size": 2, "ep_size": 2}
-    by_rank = run_ranks(train_split, 2, folders["qwen3_moe"], sizes, "allgather")
-    check_equal(by_rank, one_process(folders["qwen3_moe"]), num_batches=2)
-    theirs = run_ranks(train_split, 2, folders["qwen3_moe"], sizes, "all_to_all")
-    for ours, other in zip(by_rank, theirs, strict=True):
-        check_equal([ours], other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_two_ranks_for_each_of_two_batches_share_four_ranks_experts(kind: str, folders: dict[str, Path]) -> None:
-    sizes = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
-    by_rank = run_ranks(train_split, 4, folders[kind], sizes, "allgather")
-    check_equal(by_rank, one_process(folders[kind]), num_batches=2)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "options", "others"),
+    [
+        *((kind, SHARED, {}, ("all_to_all", "all_reduce")) for kind in KINDS),
+        *(("qwen3_moe", SHARED, {"experts_implementation": way}, ()) for way in ("eager", "grouped_mm", "batched_mm")),
+        ("mixtral", SHARED, {"checkpointing": True}, ()),
+        ("qwen3_moe", OWN, {}, ("all_to_all",)),
+        *((kind, SHARED_BY_TWO, {}, ()) for kind in KINDS),
+    ],
+)
+def test_a_split_stock_model_is_the_model_of_one_process_and_of_transformers_other_ways(
+    kind: str, sizes: dict[str, int], options: dict[str, Any], others: tuple[str, ...], stock: dict[str, Stock]
+) -> None:
+    num_ranks, num_batches = sizes["ep_size"], sizes.get("fsdp_size", 1)
+    by_rank = run_ranks(train_split, num_ranks, stock[kind].folder, sizes, "allgather", **options)
+    check_equal(by_rank, stock[kind].training, num_batches=num_batches)
+    for name in others:
+        for ours, theirs in zip(by_rank, run_ranks(train_split, 2, stock[kind].folder, sizes, name), strict=True):
+            check_equal([ours], theirs)
 
 
 class Layer(NamedTuple):
@@ -213,19 +198,22 @@ def run_layer(call: Any, experts: Any, tokens: list[Tensor]) -> Layer:
     return Layer(out.detach(), [x.grad, weights.grad, *(p.grad for p in experts.parameters())])
 
 
-def split_layer(rank: int, world_size: int, tp: int, routing: str, name: str) -> Layer:
-    """The layer of one rank under a registered implementation."""
+def split_layer(rank: int, world_size: int, tp: int, name: str, **options: Any) -> tuple[Any, Any]:
+    """A registered implementation on one rank, and this rank's experts."""
     register_allgather()
-    experts = split_experts(stock_experts(), rank=rank, size=world_size)
-    implementation = EPImplementationInterface()[name](experts, *meshes(world_size, tp))
-    return run_layer(implementation, experts, tokens_of(rank // tp, routing))
+    experts = split_experts(stock_experts(**options), rank=rank, size=world_size)
+    return EPImplementationInterface()[name](experts, *meshes(world_size, tp)), experts
+
+
+def own_layer(rank: int, world_size: int, tp: int, routing: str) -> Layer:
+    return run_layer(*split_layer(rank, world_size, tp, "allgather"), tokens_of(rank // tp, routing))
 
 
 @pytest.mark.parametrize("routing", ["random", "all to the first rank's"])
 @pytest.mark.parametrize(("size", "tp"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])
 def test_the_layer_is_exact(size: int, tp: int, routing: str) -> None:
     """Output, and gradients of tokens, routing weights and experts; seven tokens do not divide by two or four."""
-    by_rank = run_ranks(split_layer, size, tp, routing, "allgather")
+    by_rank = run_ranks(own_layer, size, tp, routing)
     experts = stock_experts()
     layers = [run_layer(experts, experts, tokens_of(batch, routing)) for batch in range(size // tp)]
     for rank, got in enumerate(by_rank):
@@ -237,17 +225,11 @@ def test_the_layer_is_exact(size: int, tp: int, routing: str) -> None:
             torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0)
 
 
-def test_recomputed_activations_give_the_same(folders: dict[str, Path]) -> None:
-    sizes = {"tp_size": 2, "ep_size": 2}
-    by_rank = run_ranks(train_split, 2, folders["mixtral"], sizes, "allgather", checkpointing=True)
-    check_equal(by_rank, one_process(folders["mixtral"]))
-
-
-@pytest.mark.parametrize("sizes", [{"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "ep_size": 2}], ids=str)
-def test_bf16_goes_through(sizes: dict[str, int], folders: dict[str, Path]) -> None:
-    """Routing weights travel in bf16 then; the sums' order differs, hence the tolerance."""
+@pytest.mark.parametrize("sizes", [SHARED, OWN], ids=str)
+def test_bf16_goes_through(sizes: dict[str, int], stock: dict[str, Stock]) -> None:
+    """Routing weights travel in bf16 then; sums in another order differ by a few times 2**-9 of losses near 4."""
     ours, theirs = (
-        run_ranks(train_split, 2, folders["qwen3_moe"], sizes, name, dtype=torch.bfloat16)
+        run_ranks(train_split, 2, stock["qwen3_moe"].folder, sizes, name, dtype=torch.bfloat16)
         for name in ("allgather", "all_to_all")
     )
     for mine, other in zip(ours, theirs, strict=True):
@@ -256,15 +238,15 @@ def test_bf16_goes_through(sizes: dict[str, int], folders: dict[str, Path]) -> N
 
 
 def generate(_: int, __: int, folder: Path) -> Tensor:
-    model = load_split(folder, {"tp_size": 2, "ep_size": 2}, "allgather").eval()
+    model = load_split(folder, SHARED, "allgather").eval()
     return model.generate(batch(0), max_new_tokens=6, do_sample=False, pad_token_id=0)
 
 
-def test_it_generates_what_one_process_does(folders: dict[str, Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"], dtype=torch.float32).eval()
+def test_it_generates_what_one_process_does(stock: dict[str, Stock]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(stock["qwen3_moe"].folder, dtype=torch.float32).eval()
     want = model.generate(batch(0), max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert want.shape == (4, 15)
-    for got in run_ranks(generate, 2, folders["qwen3_moe"]):
+    for got in run_ranks(generate, 2, stock["qwen3_moe"].folder):
         assert torch.equal(got, want)
 
 
@@ -279,13 +261,10 @@ class StaticExperts(StaticOperators):
 
 def recorded(rank: int, world_size: int, tp: int, routing: str, name: str) -> tuple[list[Operator], list[Collective]]:
     """What one rank's layer calls with the grouped product for its experts; whatever depends on data raises."""
-    register_allgather()
-    experts = stock_experts(implementation="grouped_mm", dtype=torch.float32)
-    experts = split_experts(experts, rank=rank, size=world_size)
-    implementation = EPImplementationInterface()[name](experts, *meshes(world_size, tp))
+    layer = split_layer(rank, world_size, tp, name, implementation="grouped_mm", dtype=torch.float32)
     tokens = tokens_of(rank // tp, routing, dtype=torch.float32)
     with NoHostReads(), StaticExperts(), Operators() as seen:
-        run_layer(implementation, experts, tokens)
+        run_layer(*layer, tokens)
     return seen.called, seen.collectives
 
 
@@ -311,7 +290,7 @@ def test_of_a_shared_batch_only_sums_travel() -> None:
 
 @pytest.mark.parametrize(("size", "tp"), [(2, 1), (4, 2)])
 def test_of_several_batches_tokens_and_sums_travel_once(size: int, tp: int) -> None:
-    """Two batches of 7 tokens each; with two ranks for a batch each takes 4 of them, the last one of nobody's."""
+    """Two batches of 7 tokens each; with two ranks for a batch each takes 4 of them, the last one of them padding."""
     for _, collectives in run_ranks(recorded, size, tp, "random", "allgather"):
         tokens = size * -(-7 // tp)
         check = Collective("all_gather", size * 8)
@@ -333,10 +312,7 @@ def refused(rank: int, world_size: int, function: Callable[..., Any], *args: Any
 
 
 def unequal(rank: int, world_size: int) -> None:
-    register_allgather()
-    experts = split_experts(stock_experts(), rank=rank, size=world_size)
-    implementation = EPImplementationInterface()["allgather"](experts, *meshes(world_size, 1))
-    run_layer(implementation, experts, tokens_of(rank, "random", num_tokens=7 + rank))
+    run_layer(*split_layer(rank, world_size, 1, "allgather"), tokens_of(rank, "random", num_tokens=7 + rank))
 
 
 def test_unequal_batches_are_refused() -> None:
@@ -355,14 +331,11 @@ def test_local_experts_move_to_the_front_and_the_rest_is_cut() -> None:
     assert none.weights_TS.tolist() == [[0.0, 0.0]]
 
 
-def test_a_name_that_somebody_else_took_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EPImplementationInterface, "_global_mapping", {"allgather": AllReduceEP})
-    with pytest.raises(ValueError, match=r"'allgather' is registered as transformers\..*AllReduceEP already; register"):
-        register_allgather()
-
-
-def test_registering_twice_is_registering_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registering_is_done_once_and_takes_no_name_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EPImplementationInterface, "_global_mapping", {})
     register_allgather()
     register_allgather()
     assert dict(EPImplementationInterface()) == {"allgather": AllGatherEP}
+    monkeypatch.setattr(EPImplementationInterface, "_global_mapping", {"allgather": AllReduceEP})
+    with pytest.raises(ValueError, match=r"'allgather' is registered as transformers\..*AllReduceEP already; register"):
+        register_allgather()

@@ -1,35 +1,24 @@
 """A mixture of experts made of a dense model: the same function at first, in every layout, reading only its bytes."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from modeling.config import GatherMoeConfig
-from modeling.hf_keys import stock_type
+from modeling.spec import stock_type
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model
-from tests.engine_runs import (
-    Batch,
-    Training,
-    accumulate,
-    ds_config,
-    join_shards,
-    make_mesh,
-    optimizer_for,
-    random_batch,
-    slow,
-)
+from tests.engine_runs import Case, accumulate, ds_config, join_shards, make_mesh, optimizer_for, slow
 from tests.hub_samples import make_model
-from tests.parity import Case
 from tests.ranks import run_ranks
+from tests.referee import FP32_ATOL, PLAIN, Batch, random_batch, referee_loss
 
 UPCYCLE: dict[str, Any] = {"upcycle_num_experts": 4, "upcycle_top_k": 2}
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -62,13 +51,6 @@ def faults_of(folder: Path, **flags: Any) -> list[str]:
     return str(caught.value).splitlines()[1:]
 
 
-def dense_loss(folder: Path, batch: Batch) -> float:
-    from transformers import AutoModelForCausalLM
-
-    logits = AutoModelForCausalLM.from_pretrained(folder).eval()(batch.ids).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100).item()
-
-
 def start_upcycled(kwargs: dict[str, Any], folder: Path, case: Case, noise_std: float) -> Any:
     """A model on this rank with its part of the folder's weights, and the bytes it read."""
     from modeling.init import build_model
@@ -87,7 +69,7 @@ def first_losses(rank: int, world_size: int, folders: dict[str, Any], case: Case
     found = {}
     for kind, (folder, kwargs) in folders.items():
         model, num_bytes = start_upcycled(kwargs, folder, case, 0.0)
-        engine = Engine(model, ds_config=ds_config(case), optimizer=optimizer_for(model, Training()))
+        engine = Engine(model, ds_config=ds_config(case), optimizer=optimizer_for(model, PLAIN))
         sums = accumulate(engine, batch, case)
         found[kind] = (sums.nll.item() / int((batch.labels[:, 1:] != -100).sum()), num_bytes)
     return found
@@ -97,10 +79,11 @@ def first_losses(rank: int, world_size: int, folders: dict[str, Any], case: Case
 def test_the_first_loss_is_the_dense_models_and_each_rank_reads_its_part(dense: Path, case: Case) -> None:
     batch = random_batch(vocab_size=51)
     folders = {kind: (dense / kind, settings(dense / kind)) for kind in DENSE}
-    want = {kind: dense_loss(dense / kind, batch) for kind in DENSE}
+    models = {kind: AutoModelForCausalLM.from_pretrained(dense / kind).eval() for kind in DENSE}
+    want = {kind: referee_loss(model, batch).item() for kind, model in models.items()}
     for rank, found in enumerate(run_ranks(first_losses, case.tp, folders, case, batch)):
         for kind, (loss, num_bytes) in found.items():
-            assert abs(loss - want[kind]) < 1e-5, kind
+            assert abs(loss - want[kind]) < FP32_ATOL, kind
             assert num_bytes == expected_bytes(dense / kind, case, rank), kind
 
 
@@ -142,7 +125,7 @@ def test_noise_makes_experts_differ_and_is_the_same_in_every_layout(dense: Path)
     (one,) = run_ranks(weights_of, 1, kwargs, dense / "llama", Case())
     for case in LAYOUTS[1:]:
         shards = run_ranks(weights_of, 2, kwargs, dense / "llama", case)
-        joined = join_shards(shards, config, case, whole=one)
+        joined = join_shards(shards, config, case)
         for name, tensor in joined.items():
             assert torch.equal(tensor, one[name]), name
     experts = one["model.layers.1.mlp.experts.gate_up_proj"]
@@ -205,33 +188,27 @@ def test_rope_scaling_of_older_files_is_read(dense: Path, tmp_path: Path) -> Non
 
 
 def test_what_publishers_add_is_known(dense: Path, tmp_path: Path) -> None:
-    added = {
-        "pretraining_tp": 1,
-        "is_llama_config": True,
-        "rope_interleaved": False,
-        "transformers.js_config": {"a": 1},
-    }
+    added = {"pretraining_tp": 1, "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}}
     added |= {"torch_dtype": "bfloat16", "_name_or_path": "x", "rope_scaling": None, "mlp_bias": False}
     assert settings(rewritten(dense / "llama", tmp_path, **added)) == settings(dense / "llama")
     (line,) = faults_of(rewritten(dense / "llama", tmp_path, rope_interleaved=True), **UPCYCLE)
     assert "rope_interleaved=True is not available, only False" in line
 
 
-def flags_that_clash() -> Iterator[tuple[dict[str, Any], str]]:
+def test_what_clashes_with_weights_is_refused(dense: Path) -> None:
     overrides = {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 1, "qk_norm": "full"}
-    yield {**UPCYCLE, "config_overrides": overrides}, "num_hidden_layers=3 cannot change weights that exist; "
-    yield {**UPCYCLE, "config_overrides": overrides}, "num_experts of a dense model that is upcycled is --upcycle_num_"
-    yield {**UPCYCLE, "config_overrides": overrides}, "num_experts_per_tok of a dense model that is upcycled is --upcyc"
-    yield {**UPCYCLE, "config_overrides": overrides}, "qk_norm='full' cannot change weights that exist; "
-    for key, value in {"norm_topk_prob": False, "routed_scaling_factor": 2.5}.items():
-        fault = f"{key}={value} of a dense model that is upcycled is not available, only "
-        yield {**UPCYCLE, "config_overrides": {key: value}}, fault
-    yield {**UPCYCLE, "model_revision": "v1"}, "--model_revision v1 is for models on the hub, and "
-
-
-@pytest.mark.parametrize(("flags", "fault"), flags_that_clash())
-def test_what_clashes_with_weights_is_refused(dense: Path, flags: dict[str, Any], fault: str) -> None:
-    assert sum(fault in line for line in faults_of(dense / "llama", **flags)) == 1
+    overrides |= {"norm_topk_prob": False, "routed_scaling_factor": 2.5}
+    lines = faults_of(dense / "llama", **UPCYCLE, config_overrides=overrides, model_revision="v1")
+    for fault in (
+        "num_hidden_layers=3 cannot change weights that exist; ",
+        "num_experts of a dense model that is upcycled is --upcycle_num_",
+        "num_experts_per_tok of a dense model that is upcycled is --upcyc",
+        "qk_norm='full' cannot change weights that exist; ",
+        "norm_topk_prob=False of a dense model that is upcycled is not available, only ",
+        "routed_scaling_factor=2.5 of a dense model that is upcycled is not available, only ",
+        "--model_revision v1 is for models on the hub, and ",
+    ):
+        assert sum(fault in line for line in lines) == 1, fault
 
 
 def test_a_mixture_is_not_upcycled(tmp_path: Path) -> None:
@@ -248,10 +225,7 @@ def test_a_mixture_is_not_upcycled(tmp_path: Path) -> None:
     ("words", "fault"),
     [
         (["--config_name=demo", "--upcycle_num_experts=4", "--upcycle_top_k=2"], "which --config_name does not bring"),
-        (
-            ["--model_name_or_path=x", "--upcycle_num_experts=4"],
-            "--upcycle_num_experts and --upcycle_top_k go together",
-        ),
+        (["--model_name_or_path=x", "--upcycle_top_k=4"], "--upcycle_num_experts and --upcycle_top_k go together"),
         (["--model_name_or_path=x", "--upcycle_noise_std=0.1"], "--upcycle_noise_std 0.1 is for experts that"),
     ],
 )

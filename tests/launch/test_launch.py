@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from recipe.launch.start import (
     start_ranks,
     stop_ranks,
 )
+from tests.launching import running, shared_memory
 from tests.ranks import with_libraries
 
 CPU = {"DS_ACCELERATOR": "cpu"}
@@ -272,55 +272,43 @@ os._exit(0)  # threads of gloo that outlive their group can abort an interpreter
 """
 
 
-def _launch(folder: Path, *, port: int, sleep_s: float) -> "subprocess.Popen[str]":
+def _job(folder: Path, *, port: int, sleep_s: float) -> list[str]:
     """What `deepspeed --num_accelerators 2` starts on this node, and the ranks are children of."""
     script = folder / "rank.py"
     script.write_text(SCRIPT)
     nodes = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
     command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={nodes}"]
-    command += ["--master_addr=127.0.0.1", f"--master_port={port}", str(script), str(sleep_s)]
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        command,
-        env=environ | CPU | {"TMPDIR": str(folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _buffers() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("deepspeed*")}
+    return [*command, "--master_addr=127.0.0.1", f"--master_port={port}", str(script), str(sleep_s)]
 
 
 @pytest.mark.slow
 def test_r_launch_03_two_launchers_at_once_on_a_busy_port(tmp_path: Path) -> None:
     """Each job of two ranks finds its own, although both are told the same port and somebody listens on it."""
-    before = _buffers()
+    before = shared_memory()
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        jobs = [_launch(tmp_path, port=server.getsockname()[1], sleep_s=0) for _ in range(2)]
-        outputs = [job.communicate(timeout=120)[0] for job in jobs]
-    for job, output in zip(jobs, outputs, strict=True):
+        command = _job(tmp_path, port=server.getsockname()[1], sleep_s=0)
+        with running(command, TMPDIR=str(tmp_path)) as one, running(command, TMPDIR=str(tmp_path)) as other:
+            outputs = [job.communicate(timeout=120)[0] for job in (one, other)]
+    for job, output in zip((one, other), outputs, strict=True):
         assert job.returncode == 0, output
         assert output.count("ranks: 2\n") == 2, output
-    assert _buffers() == before
+    assert shared_memory() == before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 def test_r_launch_02_a_killed_run_leaves_no_shared_memory(tmp_path: Path, kill: signal.Signals) -> None:
-    before = _buffers()
-    job = _launch(tmp_path, port=29500 + kill, sleep_s=60)
-    assert job.stdout is not None
-    joined = 0
-    for line in job.stdout:  # ends when both ranks are up, or with the job
-        joined += "ranks: 2" in line
-        if joined == 2:
-            break
-    os.killpg(job.pid, kill)
-    job.communicate(timeout=60)
+    before = shared_memory()
+    with running(_job(tmp_path, port=29500 + kill, sleep_s=60), TMPDIR=str(tmp_path)) as job:
+        assert job.stdout is not None
+        joined = 0
+        for line in job.stdout:  # ends when both ranks are up, or with the job
+            joined += "ranks: 2" in line
+            if joined == 2:
+                break
+        os.killpg(job.pid, kill)
+        job.communicate(timeout=60)
     assert joined == 2
-    assert _buffers() == before
+    assert shared_memory() == before

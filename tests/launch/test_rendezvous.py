@@ -62,7 +62,7 @@ def test_r_launch_03_two_jobs_at_once_do_not_mix(tmp_path: Path) -> None:
     def join(job: str, rank: int) -> set[str]:
         store = open_file_store(job, folder=folder, world_size=2)
         store.set(f"from-{rank}", f"{job}-{rank}")
-        wait_for_all(store, rank=rank, world_size=2, timeout_s=10, place=job)
+        wait_for_all(store, rank=rank, world_size=2, timeout_s=10, meeting=job)
         return {store.get(f"from-{peer}").decode() for peer in (0, 1)}
 
     met = _at_once(*(lambda j=job, r=rank: join(j, r) for job in ("a", "b") for rank in (0, 1)))  # type: ignore[misc]
@@ -72,7 +72,7 @@ def test_r_launch_03_two_jobs_at_once_do_not_mix(tmp_path: Path) -> None:
 def test_the_meeting_files_go_with_the_last_member(tmp_path: Path) -> None:
     folder = private_folder(tmp_path)
     store = open_file_store("job", folder=folder, world_size=2)
-    wait_for_all(store, rank=0, world_size=1, timeout_s=1, place="here")
+    wait_for_all(store, rank=0, world_size=1, timeout_s=1, meeting="here")
     assert {path.name for path in folder.iterdir()} == {"lock", "job", "job.members"}
     leave_file_store(folder)
     assert {path.name for path in folder.iterdir()} == {"lock"}
@@ -85,7 +85,7 @@ def test_files_of_a_dead_run_are_replaced_and_those_of_a_live_one_stay(tmp_path:
         (folder / name).write_text("left over")
         (folder / f"{name}.members").write_text(members)
     store = open_file_store("same-name", folder=folder, world_size=1)
-    wait_for_all(store, rank=0, world_size=1, timeout_s=1, place="here")
+    wait_for_all(store, rank=0, world_size=1, timeout_s=1, meeting="here")
     assert {path.name for path in folder.iterdir()} == {
         "lock",
         "same-name",
@@ -113,21 +113,21 @@ def test_r_launch_04_a_missing_rank_is_named() -> None:
     with pytest.raises(
         RendezvousError, match=r"rank 2 waited 0\.1 s at a place: .* \[0, 1, 2\], present \[2\], .* \[0, 1\]"
     ):
-        wait_for_all(HashStore(), rank=2, world_size=3, timeout_s=0.1, place="a place")
+        wait_for_all(HashStore(), rank=2, world_size=3, timeout_s=0.1, meeting="a place")
 
 
 def test_a_rank_that_gave_up_is_not_counted_by_latecomers() -> None:
     store = HashStore()
     for rank in (0, 1):
         with pytest.raises(RendezvousError, match=rf"present \[{rank}\], missing \[{1 - rank}\]"):
-            wait_for_all(store, rank=rank, world_size=2, timeout_s=0.1, place="a place")
+            wait_for_all(store, rank=rank, world_size=2, timeout_s=0.1, meeting="a place")
 
 
 def test_the_same_rank_twice_is_refused() -> None:
     store = HashStore()
-    wait_for_all(store, rank=0, world_size=1, timeout_s=1, place="a place")
+    wait_for_all(store, rank=0, world_size=1, timeout_s=1, meeting="a place")
     with pytest.raises(RendezvousError, match=r"two processes came to a place as rank 0; RANK must differ"):
-        wait_for_all(store, rank=0, world_size=1, timeout_s=1, place="a place")
+        wait_for_all(store, rank=0, world_size=1, timeout_s=1, meeting="a place")
 
 
 def test_r_launch_03_a_busy_port_names_itself_and_its_holder(taken_port: int) -> None:
@@ -154,7 +154,7 @@ def test_ranks_meet_at_an_address() -> None:
     done = threading.Event()
 
     def join(rank: int) -> None:
-        wait_for_all((server, client)[rank], rank=rank, world_size=2, timeout_s=10, place="the address")
+        wait_for_all((server, client)[rank], rank=rank, world_size=2, timeout_s=10, meeting="the address")
         done.set()
 
     _at_once(lambda: join(0), lambda: join(1))

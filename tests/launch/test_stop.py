@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from recipe.launch.processes import identify
-from recipe.launch.stop import STOPPED, StopSignal
+from recipe.launch.stop import StopSignal
+from recipe.shared.errors import STOPPED
 from recipe.shared.ranks import OneRank, Ranks
 from tests.engine_runs import slow
+from tests.launching import launch_command, running, shared_memory, words_of
 from tests.ranks import run_ranks
 from tests.thread_ranks import on_threads
-from tests.train.test_run_pretrain import LAUNCHER, ROOT, environment, shared_memory, words_of
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
 
@@ -174,18 +175,13 @@ def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def test_r_ckpt_11_a_run_under_the_launcher_saves_and_leaves(told: str, tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"max_steps": 100000, "hf_save": "never", "seed": 3}
     before = shared_memory()
-    command = [LAUNCHER, "--num_accelerators", "2", "run_pretrain.py", *words_of(flags)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
+    with running(launch_command(words_of(flags), num_ranks=2)) as process:
         wait_for(tmp_path / "run" / "metrics.jsonl", process)
         ranks = ranks_below(process)
         assert len(ranks) == 2
         (ranks[1] if told == "rank 1" else process).send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
+        assert not any(rank.is_running() for rank in ranks)
     # The command itself just dies of the signal, and nobody is left to hear the ranks' exit code.
     assert process.returncode == (STOPPED if told == "rank 1" else -signal.SIGTERM), said
     saved = re.search(r"told to stop: saving step (\d+)", said)
@@ -193,5 +189,4 @@ def test_r_ckpt_11_a_run_under_the_launcher_saves_and_leaves(told: str, tmp_path
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", f"step-{saved[1]}"]
     assert (checkpoints / "latest" / "manifest.json").is_file()
-    assert not any(rank.is_running() for rank in ranks)
     assert shared_memory() == before, "R-LAUNCH-02"

@@ -16,18 +16,16 @@ import torch
 import torch.distributed as dist
 
 from recipe.cli import main
+from recipe.dry_run.live_memory import LiveMemory
 from recipe.launch.start import read_world
-from recipe.measure.collectives import SENDERS, measure_link
-from recipe.measure.fit import Reading, fit_line
-from recipe.measure.passes import MAKERS, Random
+from recipe.measure.collectives import SENDERS, Reading, fit_line, measure_link
+from recipe.measure.command import COMMANDS
 from recipe.measure.probe import Links, _capability, _hardware
-from recipe.measure.probe_command import COMMANDS
-from recipe.measure.products import _product, measure_attention, measure_products
-from recipe.measure.sizes import PASS_BYTES, Sizes, sizes_for
-from recipe.measure.timing import Timing, by_case
+from recipe.measure.products import MAKERS, Random, _product, measure_attention, measure_products
+from recipe.measure.timing import PASS_BYTES, Sizes, Timing, by_case, sizes_for
 from recipe.plan.hardware import find_hardware
 from recipe.plan.hardware_values import Link, Measured
-from recipe.plan.passes import PASSES
+from recipe.plan.rates import PASSES
 from recipe.plan.wire_time import STEPS
 from recipe.shared.ranks import OneRank, TorchRanks
 from tests.ranks import run_ranks
@@ -123,20 +121,9 @@ def test_what_a_device_has_no_room_for_is_left_out(gib: int) -> None:
 
 
 def test_what_is_held_at_once_is_no_more_than_counted() -> None:
-    numbers = {name: _held(MAKERS[name](Random(torch.float32, device="cpu"), 2**12)) for name in PASSES}
-    assert 4 * sum(numbers.values()) / 2**12 < PASS_BYTES
-
-
-def _held(work: Any) -> int:
-    """Numbers of the tensors that a piece of work keeps."""
-    function = getattr(work, "__func__", work)
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    cells += [work.__self__] if hasattr(work, "__self__") else []
-    storages = {}
-    for tensor in [found for cell in cells for found in (cell if isinstance(cell, (list, tuple)) else [cell])]:
-        if isinstance(tensor, torch.Tensor):
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
-    return sum(storages.values())
+    with LiveMemory() as memory:
+        kept = [MAKERS[name](Random(torch.float32, device="cpu"), 2**12) for name in PASSES]
+    assert len(kept) < memory.alive_bytes / 2**12 < PASS_BYTES
 
 
 def test_a_busy_machine_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +211,7 @@ def test_a_link_that_was_not_measured_is_none() -> None:
 
 
 def run(*words: str) -> int:
-    [command] = COMMANDS
+    command = next(command for command in COMMANDS if command.name == "probe")
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.run(parser.parse_args(words))
@@ -245,7 +232,7 @@ def test_mistakes_are_told_before_anything_is_measured(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_a_failing_rank_ends_the_probe(capfd: pytest.CaptureFixture[str]) -> None:
-    from recipe.measure.probe_start import start_processes
+    from recipe.measure.command import start_processes
 
     assert start_processes(2, words=["--no-such-flag"]) == 2
     assert "--no-such-flag" in capfd.readouterr().err

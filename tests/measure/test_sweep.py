@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from recipe.cli import main
-from recipe.measure import sweep_start as start
-from recipe.measure.sweep import Entry, Row, entries_of, run_name, run_sweep, table
-from recipe.measure.sweep_start import Outcome, Setting, run_plan
+from recipe.measure import sweep
+from recipe.measure.sweep import Entry, Outcome, Row, Setting, entries_of, run_name, run_plan, run_sweep, table
 from recipe.plan.hardware import find_hardware
 from recipe.plan.search import search_plans
 from recipe.plan.space import PlanRequest
@@ -52,7 +51,7 @@ def sleep(rank: int, config_file: Path, setting: Setting, folder: Path) -> None:
 def test_a_rank_that_ends_without_a_word_or_never_is_an_error(
     life: Any, limit_s: float, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "_rank", life)
+    monkeypatch.setattr(sweep, "_rank", life)
     outcome = run_plan(tmp_path / "none.json", setting=ONE_RANK._replace(limit_s=limit_s), folder=tmp_path / "plan")
     assert outcome.step_s is None
     assert error in (outcome.error or "")

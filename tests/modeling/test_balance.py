@@ -11,9 +11,9 @@ from torch import Tensor
 from modeling.auxiliary import auxiliary_losses, counts_so_far
 from modeling.model import GatherMoeForCausalLM
 from modeling.router import RouterStatistics, route, router_statistics
-from tests.engine_runs import Batch, Training, assert_all_match, random_batch, slow, train
-from tests.parity import Case, full_state, referee_model, tiny_config
+from tests.engine_runs import Case, slow, train
 from tests.ranks import run_ranks
+from tests.referee import Batch, Training, assert_all_match, full_state, random_batch, referee_model, tiny_config
 
 
 def statistics(logits: Tensor, *, num_active: int, mask: Tensor | None = None, num_sequences: int = 1) -> Any:

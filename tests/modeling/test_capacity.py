@@ -10,8 +10,8 @@ from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
 from modeling.router import expert_capacity, kept_choices, router_statistics
-from tests.parity import tiny_config
 from tests.ranks import run_ranks
+from tests.referee import tiny_config
 
 NUM_TOKENS, NUM_EXPERTS = 24, 6
 

@@ -10,22 +10,17 @@ from torch import Tensor
 from modeling.config import GatherMoeConfig
 from modeling.copies import HeldCopies
 from modeling.execution import Execution
-from tests import parity
-from tests.parity import (
+from tests.engine_runs import (
     Case,
-    check_against_referee,
-    full_state,
     join_ranks,
-    join_tensors,
+    join_shards,
     make_micro_batches,
-    mixed_config,
-    our_run,
-    referee_run,
-    split_options,
     start_engine,
-    tiny_config,
+    three_steps,
+    train_on_rank,
 )
 from tests.ranks import run_ranks
+from tests.referee import assert_runs_match, full_state, mixed_config, referee_run, split_options, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -33,19 +28,14 @@ Loads = list[list[float]]
 COPIES = Execution(resident_experts=1)
 
 
-class Watch:
-    """Counts the rows that copies are given here, and lets engines begin as if a step with `loads` lay behind them."""
+class CountedRows:
+    """Counts the rows that copies are given here."""
 
-    def __init__(self, loads: Loads) -> None:
-        self.loads, self.num_rows = loads, 0
+    def __init__(self) -> None:
+        self.num_rows = 0
 
-    def __enter__(self) -> "Watch":
-        self._start, self._slots = parity.start_engine, HeldCopies.slots
-
-        def start(*args: Any, **options: Any) -> Any:
-            engine = self._start(*args, **options)
-            engine.restore_loads(self.loads)
-            return engine
+    def __enter__(self) -> "CountedRows":
+        self._slots = HeldCopies.slots
 
         def slots(held: HeldCopies, ids_TA: Tensor, *, num_experts: int) -> Tensor:
             found = self._slots(held, ids_TA, num_experts=num_experts)
@@ -54,18 +44,23 @@ class Watch:
             self.num_rows += int(((found >= first) & (found < first + num_copies)).sum())
             return found
 
-        parity.start_engine, HeldCopies.slots = start, slots  # type: ignore[method-assign]
+        HeldCopies.slots = slots  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        parity.start_engine, HeldCopies.slots = self._start, self._slots  # type: ignore[method-assign]
+        HeldCopies.slots = self._slots  # type: ignore[method-assign]
 
 
 def watched_run(
     rank: int, world_size: int, config: GatherMoeConfig, state: dict[str, Tensor], case: Case, loads: Loads
 ) -> Any:
-    with Watch(loads) as watch:
-        return our_run(rank, world_size, config, state, case), watch.num_rows
+    """Train as if a step with `loads` had gone before."""
+    with CountedRows() as rows:
+        run = three_steps(config, case)
+        result = train_on_rank(
+            rank, world_size, config, state, case, **run, change=lambda engine: engine.restore_loads(loads)
+        )
+    return result, rows.num_rows
 
 
 def check_copies(config: GatherMoeConfig, case: Case, *, state: dict[str, Tensor] | None = None) -> None:
@@ -75,7 +70,7 @@ def check_copies(config: GatherMoeConfig, case: Case, *, state: dict[str, Tensor
     by_rank = run_ranks(watched_run, case.dp * case.tp, config, state, case, loads)
     got = join_ranks([result for result, _ in by_rank], config, case)
     assert sum(num_rows for _, num_rows in by_rank) > 100
-    check_against_referee(got, referee_run(config, state, case, own=True))
+    assert_runs_match(got, referee_run(config, state, **three_steps(config, case), own=True))
 
 
 def all_to_the_first(config: GatherMoeConfig) -> dict[str, Tensor]:
@@ -121,13 +116,14 @@ def bf16_gradients(
 ) -> Any:
     from deepspeed.utils import safe_get_full_grad
 
-    with Watch(loads) as watch:
-        engine = parity.start_engine(config, state, case)
+    with CountedRows() as rows:
+        engine = start_engine(config, state, case)
+        engine.restore_loads(loads)
         batches = make_micro_batches(config, case, step=0, dp_rank=engine.mesh.dp_rank)
         engine.accumulate(batches, counts=engine.count(batches))
     held = [experts.held for experts in engine.model.experts_with_copies]
     assert all(weight.dtype == torch.bfloat16 for copies in held for weight in copies.weights)
-    return {name: safe_get_full_grad(p).float().clone() for name, p in engine.model.named_parameters()}, watch.num_rows
+    return {name: safe_get_full_grad(p).float().clone() for name, p in engine.model.named_parameters()}, rows.num_rows
 
 
 @pytest.mark.slow
@@ -136,13 +132,13 @@ def test_copies_are_as_exact_in_bf16() -> None:
     config = tiny_config()
     state = {name: tensor.bfloat16().float() for name, tensor in all_to_the_first(config).items()}
     case, loads = Case(tp=2, ep=2, stage=2, bf16=True, packed=False), [[100.0, 1.0, 1.0, 1.0]] * 2
-    exact = referee_run(config, state, case._replace(bf16=False), own=True).gradients
+    exact = referee_run(config, state, **three_steps(config, case._replace(bf16=False)), own=True).gradients
     distances = []
     for execution, fewest in ((Execution(), 0), (COPIES, 50)):
         results = run_ranks(bf16_gradients, 2, config, state, case._replace(execution=execution), loads)
         by_rank, rows = zip(*results, strict=True)
         assert sum(rows) >= fewest
-        got = join_tensors(list(by_rank), config, case)
+        got = join_shards(list(by_rank), config, case)
         distances.append(sum((got[name] - exact[name]).square().sum().item() for name in exact) ** 0.5)
     assert distances[0] > 0
     assert distances[1] < 1.2 * distances[0]

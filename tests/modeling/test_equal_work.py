@@ -8,9 +8,9 @@ from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
-from tests.parity import tiny_config
 from tests.ranks import run_ranks
 from tests.recording import ProductFlops
+from tests.referee import tiny_config
 
 EXPERTS, ACTIVE, TOKENS = 8, 2, 24
 

@@ -30,8 +30,8 @@ from tests.moe_layers import (
     whole_numbers,
     zipf_routing,
 )
-from tests.parity import tiny_config
 from tests.ranks import run_ranks
+from tests.referee import tiny_config
 from tests.static_shapes import static_shapes
 
 

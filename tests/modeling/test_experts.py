@@ -13,7 +13,7 @@ from modeling.experts_grouped import sort_rows
 from modeling.experts_loop import count_rows
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh
-from tests.parity import tiny_config
+from tests.referee import tiny_config
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, ACTIVE = 24, 32, 32, 8, 3
 NAMES = ("output", "x", "weights", "gate_up", "down")

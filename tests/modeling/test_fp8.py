@@ -16,8 +16,8 @@ from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.router import Routing
-from tests.parity import tiny_config
 from tests.ranks import run_ranks
+from tests.referee import tiny_config
 
 
 def rounded(x: Tensor) -> Tensor:

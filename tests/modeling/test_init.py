@@ -14,7 +14,7 @@ from modeling.init import build_model, fill_normal, join, normal_at
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.shard_table import ShardTable
-from tests.parity import mixed_config, tiny_config
+from tests.referee import mixed_config, tiny_config
 
 SAMPLE = 2**20
 

@@ -13,20 +13,18 @@ from modeling.mesh import build_mesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.noise import NoiseOrigin, jitter, token_counters
 from modeling.router import GatherMoeRouter
-from tests.engine_runs import (
+from tests.engine_runs import Case, micro_batches, model_with, slow, start_engine, train
+from tests.ranks import RankError, run_ranks
+from tests.referee import (
     Batch,
     Tensors,
     Training,
     assert_all_match,
-    micro_batches,
-    model_with,
+    full_state,
+    mixed_config,
     random_batch,
-    slow,
-    start,
-    train,
+    tiny_config,
 )
-from tests.parity import Case, full_state, mixed_config, tiny_config
-from tests.ranks import RankError, run_ranks
 from tests.static_shapes import static_shapes
 
 WIDTH = 0.25
@@ -237,7 +235,7 @@ def _origins(rank: int, world_size: int) -> list[NoiseOrigin]:
     """What the model is given for two steps of two micro-batches of 2 sequences of 16 tokens."""
     case = Case(dp=2, accumulation=2)
     config = tiny_config(router_jitter_noise=WIDTH)
-    engine = start(config, full_state(config), case, num_sequences=8)
+    engine = start_engine(config, full_state(config), case)
     seen: list[NoiseOrigin] = []
     engine.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["noise"]), with_kwargs=True)
     for _ in range(2):

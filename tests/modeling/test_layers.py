@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from modeling.hf_keys import file_tensors, stock_type
+from modeling.hf_keys import file_tensors
 from modeling.layout import ParallelLayout
 from modeling.linear import Linear, linear, plain_weight
 from modeling.mesh import ParallelMesh, build_mesh, one_rank_mesh
 from modeling.norm import RmsNorm, rms_norm, split_rms_norms
+from modeling.spec import stock_type
 from modeling.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_part
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 WORLD = 2
 

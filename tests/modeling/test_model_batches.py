@@ -12,9 +12,9 @@ from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.data.batches import MicroBatch, evaluation_batches
 from recipe.data.loader import LoaderOptions, StepLoader
-from tests.data_samples import prepare, write_rows
-from tests.parity import full_state, mixed_config
+from tests.data_samples import prepare
 from tests.ranks import run_ranks
+from tests.referee import full_state, mixed_config
 
 BLOCK = 16
 CONFIG = {"vocab_size": 210, "max_position_embeddings": BLOCK}
@@ -23,8 +23,7 @@ CONFIG = {"vocab_size": 210, "max_position_embeddings": BLOCK}
 def data(folder: Path) -> Any:
     """Documents of one to twenty tokens, and their end tokens, in blocks of 16."""
     texts = [" ".join(f"w{(7 * d + i) % 200}" for i in range(1 + d * 5 % 20)) for d in range(15)]
-    file = write_rows(folder / "documents.jsonl", texts)
-    return prepare(folder, train_file=str(file), validation_split_percentage=0, block_size=BLOCK).train
+    return prepare(folder, texts, block_size=BLOCK).train
 
 
 def model_of(**changes: Any) -> GatherMoeForCausalLM:

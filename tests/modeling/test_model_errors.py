@@ -11,8 +11,8 @@ from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
-from tests.parity import mixed_config, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import mixed_config, tiny_config
 
 IDS = torch.arange(16).view(1, 16)
 

@@ -15,8 +15,8 @@ from modeling.init import build_model, cut, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
 from tests.ranks import run_ranks
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 SHORT, LONG, STEPS = 2, 9, 200
 PATTERN = torch.tensor([7, 3, 11, 3, 19, 23, 5, 42, 11, 30])

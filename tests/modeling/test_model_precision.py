@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from modeling.execution import Execution
 from modeling.router import GatherMoeRouter
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda **changes: tiny_config(qk_norm="none", **changes),

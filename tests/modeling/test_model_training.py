@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from modeling import auxiliary as auxiliary_module
 from modeling.model import GatherMoeForCausalLM
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 AUXILIARY = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
-from tests.parity import mixed_config, split_options
 from tests.ranks import run_ranks
+from tests.referee import mixed_config, split_options
 
 
 def gradients(

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling.attention import check_isolation, document_positions, find_documents
 from modeling.model import GatherMoeForCausalLM
-from tests.parity import full_state, mixed_config
+from tests.referee import full_state, mixed_config
 
 BLOCK = 16
 STARTS = ((0, 3, 11), (0,), (0, 9))

@@ -5,17 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.parity import (
-    Case,
-    check_against_referee,
-    full_state,
-    join_ranks,
-    mixed_config,
-    our_run,
-    referee_run,
-    tiny_config,
-)
-from tests.ranks import run_ranks
+from tests.engine_runs import Case, three_steps, train
+from tests.referee import assert_runs_match, full_state, mixed_config, referee_run, tiny_config
 
 CONFIGS = {
     "mixtral": lambda: tiny_config(qk_norm="none"),
@@ -55,10 +46,9 @@ def covering_set(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
 def check_case(config_name: str, case: Case) -> None:
     config = CONFIGS[config_name]()
     state = full_state(config)
-    want = referee_run(config, state, case)
-    by_rank = run_ranks(our_run, case.dp * case.tp, config, state, case)
-    got = join_ranks(by_rank, config, case)
-    check_against_referee(got, want)
+    want = referee_run(config, state, **three_steps(config, case))
+    got = train(config, state, case, **three_steps(config, case))
+    assert_runs_match(got, want)
     assert all(gradient.abs().max() > 0 for gradient in got.gradients.values()), "every parameter is trained"
 
 

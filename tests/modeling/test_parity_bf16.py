@@ -9,19 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modeling.config import GatherMoeConfig
-from tests.parity import (
-    Case,
-    full_state,
-    global_batch,
-    join_tensors,
-    make_micro_batches,
-    mixed_config,
-    referee_loss,
-    referee_model,
-    start_engine,
-    tiny_config,
-)
+from tests.engine_runs import Case, join_shards, make_micro_batches, start_engine
 from tests.ranks import run_ranks
+from tests.referee import full_state, global_batch, mixed_config, referee_loss, referee_model, tiny_config
 
 NUM_BATCHES = 40  # one batch's error is noise; the mean over many is what can be compared
 
@@ -43,7 +33,7 @@ def referee_in(dtype: torch.dtype, config: GatherMoeConfig, state: dict[str, Ten
             layer.mlp.gate.forward = MethodType(route_in_float32, layer.mlp.gate)
     losses = []
     for step in range(NUM_BATCHES):
-        loss = referee_loss(model, *global_batch(step, vocab_size=config.vocab_size, packed=False))
+        loss = referee_loss(model, global_batch(step, vocab_size=config.vocab_size, packed=False))
         losses.append(loss.item())
         if step == 0:
             loss.backward()
@@ -82,7 +72,7 @@ def test_bf16_is_as_close_to_float32_as_the_stock_model(kind: str, case: Case) -
     stock_losses, stock_grads = referee_in(torch.bfloat16, config, state)
     case = case._replace(bf16=True, packed=False)
     by_rank = run_ranks(our_run_in_bf16, case.dp * case.tp, config, state, case)
-    ours = join_tensors([gradients for _, gradients in by_rank], config, case)
+    ours = join_shards([gradients for _, gradients in by_rank], config, case)
     stock_error = sum(abs(a - b) for a, b in zip(stock_losses, exact_losses, strict=True))
     our_error = sum(abs(a - b) for a, b in zip(by_rank[0][0], exact_losses, strict=True))
     assert our_error <= 2 * stock_error, (our_error, stock_error)

@@ -7,19 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.parity import (
-    Case,
-    check_against_referee,
+from tests.engine_runs import Case, three_steps, train
+from tests.referee import (
+    assert_runs_match,
     full_state,
     global_batch,
-    join_ranks,
     mixed_config,
-    our_run,
     referee_model,
     referee_run,
     tiny_config,
 )
-from tests.ranks import run_ranks
 
 AUX, Z = 0.1, 0.01
 
@@ -27,7 +24,7 @@ AUX, Z = 0.1, 0.01
 def stock_gradients(config: Any, state: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     """Cross-entropy plus both auxiliary losses, computed per layer and sequence from what the stock router says."""
     model = referee_model(config, state)
-    ids, labels, _ = global_batch(0, vocab_size=config.vocab_size, packed=False)
+    ids, labels, *_ = global_batch(0, vocab_size=config.vocab_size, packed=False)
     output = model(input_ids=ids, use_cache=False, output_router_logits=True)
     targets = labels[:, 1:].flatten()
     loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), targets, ignore_index=-100)
@@ -63,8 +60,8 @@ def test_auxiliary_losses_follow_their_formulas_in_every_layout(kind: str, case:
     config = tiny_config(**coefficients) if kind == "mixtral" else mixed_config(**coefficients)
     state = full_state(config)
     lm_loss, gradients = stock_gradients(config, state)
-    got = join_ranks(run_ranks(our_run, case.dp * case.tp, config, state, case), config, case)
-    assert abs(got.losses[0] - lm_loss) < 1e-5
+    got = train(config, state, case, **three_steps(config, case))
+    assert abs(got.curves.losses[0] - lm_loss) < 1e-5
     for name, gradient in got.gradients.items():
         torch.testing.assert_close(gradient, gradients[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -78,9 +75,9 @@ def test_exact_router_ties_are_broken_alike_in_every_layout(case: Case) -> None:
     for name in state:
         if name.endswith("mlp.gate.weight"):
             state[name] = torch.zeros_like(state[name])
-    want = referee_run(config, state, case, own=True)
-    got = join_ranks(run_ranks(our_run, case.dp * case.tp, config, state, case), config, case)
-    check_against_referee(got, want, steps=1)
+    want = referee_run(config, state, **three_steps(config, case), own=True)
+    got = train(config, state, case, **three_steps(config, case))
+    assert_runs_match(got, want, steps=1)
     first, last = (got.gradients["model.layers.0.mlp.experts.down_proj"][e].abs().max() for e in (0, 3))
     assert first > 0
     assert last == 0, "no token may have gone to the last expert"

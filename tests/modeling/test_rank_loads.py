@@ -10,9 +10,10 @@ from modeling.copies import choose_holders
 from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh
-from tests.parity import Case as TrainingCase
-from tests.parity import full_state, make_micro_batches, start_engine, tiny_config
+from tests.engine_runs import Case as TrainingCase
+from tests.engine_runs import make_micro_batches, start_engine
 from tests.ranks import run_ranks
+from tests.referee import full_state, tiny_config
 
 
 def loads_of(counts: torch.Tensor, *, ep: int, num_tokens: int = 100, **options: Any) -> RankLoads:

@@ -13,8 +13,9 @@ from modeling import model as model_module
 from modeling.attention import RotaryTables, rotary_tables, rotate
 from modeling.config import GatherMoeConfig
 from modeling.model import GatherMoeForCausalLM
-from tests.parity import Case, full_state, start_engine, tiny_config
+from tests.engine_runs import Case, start_engine
 from tests.ranks import run_ranks
+from tests.referee import full_state, tiny_config
 
 POSITIONS = 4096
 LONG = {"max_position_embeddings": 8192, "head_dim": 128, "num_hidden_layers": 1, "num_attention_heads": 2}

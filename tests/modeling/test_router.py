@@ -17,7 +17,7 @@ from modeling.router import (
     sigmoid_scores,
     softmax_scores,
 )
-from tests.parity import tiny_config
+from tests.referee import tiny_config
 
 TOKENS, EXPERTS, ACTIVE = 12, 6, 3
 SCORES = {"softmax": softmax_scores, "sigmoid": sigmoid_scores}

@@ -14,22 +14,11 @@ from modeling.mesh import one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.hf.config import choose_type
 from recipe.settings.flags import Arguments
-from tests.checkpoint.test_resume import check_resume, native_tensors
-from tests.engine_runs import (
-    Batch,
-    Tensors,
-    Training,
-    accumulate,
-    make_mesh,
-    micro_batches,
-    random_batch,
-    read_export,
-    slow,
-    start,
-)
-from tests.hf.test_r_ckpt import FakeTokenizer, open_in_clean_process, sample_ids
-from tests.parity import Case, full_state, mixed_config, tiny_config
+from tests.engine_runs import Case, accumulate, make_mesh, micro_batches, slow, start_engine
+from tests.exports import FakeTokenizer, open_in_clean_process, read_export, sample_ids
 from tests.ranks import RankError, run_ranks
+from tests.referee import Batch, Tensors, Training, full_state, mixed_config, random_batch, tiny_config
+from tests.training import check_resume
 
 RATE = 0.01
 NAME = "mlp.gate.e_score_correction_bias"
@@ -72,7 +61,7 @@ def referee_biases(config: GatherMoeConfig, state: Tensors, batches: list[Batch]
 def _train_biased(
     rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, case: Case, batches: list[Batch]
 ) -> tuple[list[Tensor], set[torch.dtype]]:
-    engine = start(config, state, case, training=PLAIN_SGD, num_sequences=len(batches[0].ids))
+    engine = start_engine(config, state, case, training=PLAIN_SGD)
     history = []
     for batch in batches:
         accumulate(engine, batch, case)
@@ -133,7 +122,7 @@ def test_deepspeed_is_told_to_keep_the_biases_of_a_loaded_model_in_float32() -> 
 
 
 def _steps_without_effect(rank: int, world_size: int, config: Any, state: Tensors, case: Case) -> list[Tensor]:
-    engine = start(config, state, case, training=PLAIN_SGD)
+    engine = start_engine(config, state, case, training=PLAIN_SGD)
     found = []
     empty = random_batch()
     empty.labels[:] = -100
@@ -164,7 +153,7 @@ def test_a_step_without_targets_or_left_out_moves_no_bias() -> None:
 
 def _dense(rank: int, world_size: int) -> int:
     config = tiny_config(num_experts=0, num_experts_per_tok=0, intermediate_size=48, balance_bias_update_rate=RATE)
-    engine = start(config, full_state(config), Case(), training=PLAIN_SGD)
+    engine = start_engine(config, full_state(config), Case(), training=PLAIN_SGD)
     accumulate(engine, random_batch(), Case())
     engine.update(learning_rate=0.1)
     return len(list(engine.model.buffers()))
@@ -186,10 +175,10 @@ def test_every_rank_holds_a_whole_bias_without_a_gradient() -> None:
 
 
 def _disagree(rank: int, world_size: int) -> None:
+    from recipe.checkpoint.native import check_replicas
     from recipe.shared.ranks import TorchRanks
-    from recipe.train.replicas import check_replicas
 
-    engine = start(biased_config(), full_state(biased_config()), Case(tp=2, ep=2, stage=3))
+    engine = start_engine(biased_config(), full_state(biased_config()), Case(tp=2, ep=2, stage=3))
     check_replicas(engine, TorchRanks())
     next(engine.model.buffers())[rank] += 0.5
     check_replicas(engine, TorchRanks())
@@ -231,7 +220,7 @@ def _export_biased(
     from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.shared.ranks import TorchRanks
 
-    engine = start(config, state, case)
+    engine = start_engine(config, state, case)
     for name, bias_E in some_biases(config).items():
         engine.model.get_buffer(name).copy_(bias_E)
     options = ExportOptions("auto", dtype)
@@ -309,8 +298,9 @@ def test_a_saved_model_comes_back_with_its_biases(tmp_path: Path) -> None:
 def test_one_rank_resumes_biases_and_jitter_bitwise(tmp_path: Path) -> None:
     flags = {"balance_bias_update_rate": 0.01, "router_jitter_noise": 0.1, "logging_steps": 2}
     check_resume(tmp_path, world_size=1, ds_config={}, **flags, config_overrides="score_function=sigmoid")
-    saved = native_tensors(tmp_path / "straight" / "checkpoints" / "step-6")
-    biases = [tensor for place, tensor in saved.items() if place.endswith(NAME)]
+    [file] = (tmp_path / "straight" / "checkpoints" / "step-6" / "deepspeed").glob("*model_states.pt")
+    saved = torch.load(file, weights_only=False, map_location="cpu")["module"]
+    biases = [tensor for name, tensor in saved.items() if name.endswith(NAME)]
     assert len(biases) == 2
     assert all(bias_E.any() for bias_E in biases)
 

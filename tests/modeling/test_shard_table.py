@@ -17,7 +17,7 @@ from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.shard_table import FULL_QK_NORM, TABLE, ShardTable
 from recipe.engine.engine import tag_parameters
-from tests.parity import mixed_config, tiny_config
+from tests.referee import mixed_config, tiny_config
 
 CONFIGS = {
     "mixtral": lambda: tiny_config(qk_norm="none"),

@@ -13,8 +13,8 @@ from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh
 from modeling.noise import NoiseOrigin, token_counters
-from tests.parity import mixed_config, split_options
 from tests.ranks import run_ranks
+from tests.referee import mixed_config, split_options
 from tests.static_shapes import plain_inputs, static_shapes
 
 BATCH, BLOCK = 2, 8

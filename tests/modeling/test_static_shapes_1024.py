@@ -16,8 +16,8 @@ from modeling.execution import Execution
 from modeling.init import shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
-from tests.parity import mixed_config
 from tests.recording import Operator, Operators
+from tests.referee import mixed_config
 from tests.static_shapes import plain_inputs, static_shapes
 
 pytestmark = pytest.mark.slow

@@ -12,19 +12,10 @@ from modeling.execution import Execution
 from modeling.init import build_model
 from modeling.layout import ParallelLayout, divisors
 from modeling.mesh import build_mesh, one_rank_mesh
-from tests.engine_runs import slow
+from tests.engine_runs import Case, slow, three_steps, train
 from tests.moe_layers import ROUTINGS, choose, join_answer, make_layer, reference
-from tests.parity import (
-    Case,
-    check_against_referee,
-    full_state,
-    join_ranks,
-    mixed_config,
-    our_run,
-    referee_run,
-    tiny_config,
-)
 from tests.ranks import run_ranks
+from tests.referee import assert_runs_match, full_state, mixed_config, referee_run, tiny_config
 
 STRATEGIES = ("gather_tokens", "gather_weights", "all_to_all")
 
@@ -106,8 +97,8 @@ def test_training_matches_one_plain_process_with_every_strategy(strategy: str, e
     case = Case(dp=2, tp=2, ep=ep, stage=stage, accumulation=3, checkpointing=stage == 3, execution=execution)
     config = mixed_config()
     state = full_state(config)
-    got = join_ranks(run_ranks(our_run, 4, config, state, case), config, case)
-    check_against_referee(got, referee_run(config, state, case))
+    got = train(config, state, case, **three_steps(config, case))
+    assert_runs_match(got, referee_run(config, state, **three_steps(config, case)))
 
 
 SMALL = {"num_hidden_layers": 1, "moe_intermediate_size": 16}  # hundreds of steps; T* is 144 tokens

@@ -13,8 +13,8 @@ from modeling.layout import ParallelLayout, divisors
 from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
 from recipe.dry_run.ledger import Ledger, Volume, widest_routing_row
-from tests.parity import tiny_config
 from tests.ranks import run_ranks
+from tests.referee import tiny_config
 
 NUM_TOKENS = 48
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from recipe.plan.hardware import find_hardware
+from recipe.plan.hardware import ALIASES, SHEETS, find_hardware, known_names
 from recipe.plan.hardware_file import FORMAT, hardware_as_json, read_hardware
-from recipe.plan.hardware_table import ALIASES, SHEETS, known_names
 from recipe.plan.rates import ATTENTION_BACKWARD_FLOPS, Rates
 from recipe.shared.flops import table_peak
-from recipe.train.records import write_json
+from recipe.shared.json_files import write_json
 from tests.plan_hardware import flat_hardware
 
 NUMBERS = ("memory_bytes", "peak_flops_per_s", "memory_bytes_per_s", "ranks_per_node", "intra", "inter", "launch_s")
@@ -75,60 +74,50 @@ def test_a_file_brings_back_what_was_measured(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["hardware.json"]
 
 
-def _edited(path: Path, edit: Any) -> Path:
-    write_json(path, hardware_as_json(flat_hardware(), machine={}))
-    whole = json.loads(path.read_text())
-    edit(whole)
-    path.write_text(json.dumps(whole))
-    return path
+GONE = object()
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("place", "value", "message"),
     [
-        (lambda w: w.update(format=FORMAT - 1), r"has an older format \(0\) than this program's 1; measure again with"),
-        (lambda w: w.pop("format"), r"has an older format \(None\)"),
-        (lambda w: w.update(format=FORMAT + 1), r"has a newer format \(2\)"),
-        (
-            lambda w: w["hardware"].pop("memory_bytes"),
-            r"cannot be used: 'memory_bytes' is missing in hardware; mea",
-        ),
-        (lambda w: w["hardware"]["measured"]["fp32"]["passes"].pop("copy"), r"'copy' is missing in measured.fp32.pass"),
-        (lambda w: w["hardware"]["measured"]["fp32"]["passes"].update(copy=[]), r"passes.copy is \[\], not a list of"),
-        (lambda w: w["hardware"]["measured"]["fp32"].update(attention=[[1, 2]]), r"attention has \[1, 2\], not 4 numb"),
-        (lambda w: w["hardware"].update(device="tpu"), r"its device is 'tpu', not cpu or cuda"),
-        (lambda w: w["hardware"].update(measured={}), r"measured is empty"),
-        (lambda w: w["hardware"].update(measured=[]), r"measured is \[\], not a block of names and values"),
-        (lambda w: w["hardware"]["measured"].update(fp8={}), r"'fp8' in measured is not one of fp32, bf16"),
-        (lambda w: w["hardware"].update(memory_bytes_per_s=-1), r"memory_bytes_per_s is -1, not a positive number"),
-        (lambda w: w["hardware"].update(launch_s=None), r"launch_s is None, not a positive number"),
-        (lambda w: w["hardware"].update(ranks_per_node=2.5), r"ranks_per_node is 2.5, not a whole number from 1 on"),
-        (lambda w: w["hardware"].update(peak_flops_per_s={}), r"peak_flops_per_s is empty"),
-        (lambda w: w["hardware"].update(peak_flops_per_s={"bf16": 1}), r"peak_flops_per_s has no fp32, which was"),
-        (lambda w: w["hardware"].update(name=3), r"name is 3, not a text"),
-        (lambda w: w["hardware"].update(colour="red"), r"'colour' in hardware is not known"),
-        (lambda w: w["hardware"].update(compute_capability=[9]), r"compute_capability has \[9\], not 2 numbers"),
-        (lambda w: w["hardware"]["intra"].update(alpha_s=-1), r"intra.alpha_s is -1, not a number from 0 on"),
-        (lambda w: w["hardware"]["intra"].update(alpha_s="x"), r"intra.alpha_s is 'x', not a number from 0 on"),
-        (lambda w: w["hardware"]["intra"].update(bytes_per_s=float("inf")), r"bytes_per_s is inf, not a positive numb"),
-        (lambda w: w["hardware"]["intra"].update(busy=7), r"intra.busy is 7, not a share between 0 and 1"),
-        (lambda w: w["hardware"]["intra"].update(ops=[]), r"intra.ops is \[\], not a block"),
-        (
-            lambda w: w["hardware"]["intra"].update(ops={"all_gather": [0, 0, 0, 0]}),
-            r"all_gather.bytes_per_s is 0, not",
-        ),
-        (
-            lambda w: w["hardware"]["measured"]["fp32"]["products"].update(expert=[[0, 64, 1e9]]),
-            r"expert is 0, not a p",
-        ),
-        (
-            lambda w: w["hardware"]["measured"]["fp32"]["passes"].update(add=[[0, 1e-6]]),
-            r"passes.add is 0, not a posit",
-        ),
+        ("format", FORMAT - 1, r"has an older format \(0\) than this program's 1; measure again with"),
+        ("format", GONE, r"has an older format \(None\)"),
+        ("format", FORMAT + 1, r"has a newer format \(2\)"),
+        ("hardware/memory_bytes", GONE, r"cannot be used: 'memory_bytes' is missing in hardware; mea"),
+        ("hardware/measured/fp32/passes/copy", GONE, r"'copy' is missing in measured.fp32.pass"),
+        ("hardware/measured/fp32/passes/copy", [], r"passes.copy is \[\], not a list of"),
+        ("hardware/measured/fp32/passes/add", [[0, 1e-6]], r"passes.add is 0, not a posit"),
+        ("hardware/measured/fp32/products/expert", [[0, 64, 1e9]], r"expert is 0, not a p"),
+        ("hardware/measured/fp32/attention", [[1, 2]], r"attention has \[1, 2\], not 4 numb"),
+        ("hardware/measured/fp8", {}, r"'fp8' in measured is not one of fp32, bf16"),
+        ("hardware/measured", {}, r"measured is empty"),
+        ("hardware/measured", [], r"measured is \[\], not a block of names and values"),
+        ("hardware/device", "tpu", r"its device is 'tpu', not cpu or cuda"),
+        ("hardware/memory_bytes_per_s", -1, r"memory_bytes_per_s is -1, not a positive number"),
+        ("hardware/launch_s", None, r"launch_s is None, not a positive number"),
+        ("hardware/ranks_per_node", 2.5, r"ranks_per_node is 2.5, not a whole number from 1 on"),
+        ("hardware/peak_flops_per_s", {}, r"peak_flops_per_s is empty"),
+        ("hardware/peak_flops_per_s", {"bf16": 1}, r"peak_flops_per_s has no fp32, which was"),
+        ("hardware/name", 3, r"name is 3, not a text"),
+        ("hardware/colour", "red", r"'colour' in hardware is not known"),
+        ("hardware/compute_capability", [9], r"compute_capability has \[9\], not 2 numbers"),
+        ("hardware/intra/alpha_s", -1, r"intra.alpha_s is -1, not a number from 0 on"),
+        ("hardware/intra/alpha_s", "x", r"intra.alpha_s is 'x', not a number from 0 on"),
+        ("hardware/intra/bytes_per_s", float("inf"), r"bytes_per_s is inf, not a positive numb"),
+        ("hardware/intra/busy", 7, r"intra.busy is 7, not a share between 0 and 1"),
+        ("hardware/intra/ops", [], r"intra.ops is \[\], not a block"),
+        ("hardware/intra/ops/all_gather", [0, 0, 0, 0], r"all_gather.bytes_per_s is 0, not"),
     ],
 )
-def test_a_file_that_cannot_be_used_says_why(edit: Any, message: str, tmp_path: Path) -> None:
-    path = _edited(tmp_path / "old.json", edit)
+def test_a_file_that_cannot_be_used_says_why(place: str, value: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    write_json(path, hardware_as_json(flat_hardware(), machine={}))
+    whole = block = json.loads(path.read_text())
+    *outer, key = place.split("/")
+    for name in outer:
+        block = block[name]
+    block.update({key: value}) if value is not GONE else block.pop(key)
+    path.write_text(json.dumps(whole))
     with pytest.raises(ValueError, match=rf"hardware file .*old.json .*{message}"):
         read_hardware(path)
 

@@ -1,8 +1,7 @@
 """The memory plan counts all parameters and all activations, each line with its formula; it grows as a step does."""
 
 import math
-import subprocess
-import sys
+import re
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,23 +11,21 @@ import pytest
 import torch
 
 from modeling.config import GatherMoeConfig
-from modeling.execution import Execution
 from modeling.init import full_shapes, shard_table
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
+from modeling.spec import layer_shapes, outer_shapes
 from recipe.plan.job import Job
-from recipe.plan.memory import KINDS, explain_memory, predict_memory
-from recipe.plan.memory_rows import ASSUMED, MEASURED, READ
-from recipe.plan.parameters import layer_shapes, outer_shapes, rank_parameters
-from recipe.plan.zero3_fetches import ONCE, Thresholds
-from recipe.plan.zero3_memory import whole_weights
-from recipe.plan.zero_defaults import DEFAULTS, PLAIN_BUCKET
+from recipe.plan.memory import ASSUMED, KINDS, MEASURED, READ, explain_memory, predict_memory
+from recipe.plan.memory_lines import letters_of
+from recipe.plan.parameters import rank_parameters
+from recipe.plan.traffic import flat_groups, weights_of
+from recipe.plan.zero3 import DEFAULTS, PLAIN_BUCKET
 from recipe.settings.model import sizes_of
 from recipe.shared.flops import count_parameters, model_flops_per_token
-from tests.parity import TINY, mixed_config, tiny_config
-
-WIRE = Execution()
+from tests.referee import TINY, mixed_config, tiny_config
+from tests.traffic_jobs import WIRE, small_job
 
 
 def job(*, layout: ParallelLayout | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Job:
@@ -37,16 +34,12 @@ def job(*, layout: ParallelLayout | None = None, model: dict[str, Any] | None = 
         "layout": layout or ParallelLayout(tp=2, ep=2),
         "num_sequences": 4,
         "block_size": 64,
-        "accumulation": 1,
-        "strategy": "gather_tokens",
-        "wire": WIRE,
         "experts_backend": "grouped",
         "zero": {"stage": 2, "reduce_bucket_size": 1024},
         "precision": "bf16",
-        "recompute": False,
         "device": "cuda",
     }
-    return Job(**(values | changes))
+    return replace(small_job(), **(values | changes))
 
 
 def meta_model(config: GatherMoeConfig, layout: ParallelLayout) -> Any:
@@ -122,6 +115,32 @@ def test_r_plan_02_gathered_tokens_are_counted_and_lines_say_what_they_are() -> 
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_sequences": 64, "model": {"qk_norm": "full"}},
+        {"layout": ParallelLayout(dp=2, tp=2), "strategy": "gather_weights", "precision": "fp32"},
+        {"layout": ParallelLayout(dp=4), "zero": {"stage": 3, "reduce_bucket_size": 10**6}, "accumulation": 2},
+        {"device": "cpu", "experts_backend": "loop", "model": {"mlp_only_layers": [1], "intermediate_size": 4096}},
+        {"num_sequences": 1, "block_size": 2, "zero": {"stage": 2, "reduce_bucket_size": 10**6}},
+    ],
+    ids=str,
+)
+def test_a_printed_formula_gives_its_own_number(changes: dict[str, Any]) -> None:
+    """Read as products of what stands side by side, with the values of the letters."""
+    one = job(**changes)
+    weights = weights_of(one)
+    values: dict[str, Any] = {**letters_of(one)._asdict(), "M": one.zero["reduce_bucket_size"], "ceil": math.ceil}
+    fetched = {*weights.at_work.values()}, {*weights.arriving.values()}
+    for row in explain_memory(one)[:-1]:
+        product = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", row.formula.replace(" x ", " * "))
+        names = {"P_unparted": [weights.unparted], "P_fetched": fetched[0], "P_arriving": fetched[1]}
+        name = next((name for name in names if name in product), None)
+        found = [eval(product, {}, values | {str(name): number}) for number in names.get(str(name), [0])]
+        assert any(number == pytest.approx(row.num_bytes) for number in found), row
+
+
+@pytest.mark.parametrize(
     ("changes", "read"),
     [
         ({"device": "cpu", "attention_length": 16.0}, set()),
@@ -159,13 +178,12 @@ def test_fewer_weights_are_fetched_ahead_where_fewer_may_live() -> None:
     zero = {"stage": 3, "reduce_bucket_size": 1024, "stage3_max_reuse_distance": 0}
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 10**6}
     jobs = [job(layout=ParallelLayout(dp=2), zero=zero | {"stage3_max_live_parameters": n}) for n in (10**9, 1)]
-    most, fewest = (
-        whole_weights(job.sizes, job.layout, Thresholds.of(job.zero), way=ONCE).forward["block 0"] for job in jobs
-    )
+    most, fewest = map(weights_of, jobs)
     held = rank_parameters(jobs[0].sizes, jobs[0].layout)
-    assert most.at_work == held.total(jobs[0].sizes)
-    assert fewest.at_work == held.layer(is_dense=False)
-    assert fewest.arriving == 2 * held.layer(is_dense=False)
+    forward = ("block 0", False)
+    assert most.at_work[forward] == held.total(jobs[0].sizes)
+    assert fewest.at_work[forward] == held.layer(is_dense=False)
+    assert fewest.arriving[forward] == 2 * held.layer(is_dense=False)
 
 
 @pytest.mark.slow
@@ -179,10 +197,8 @@ def test_defaults_are_deepspeeds() -> None:
 
 
 def test_the_margin_is_a_share_of_the_rest_and_is_said() -> None:
-    plan = predict_memory(job(), margin=0.25)
-    assert plan.margin == int(0.25 * plan.peak_bytes)
-    assert plan.total_bytes == plan.peak_bytes + plan.margin
-    last = explain_memory(job(), margin=0.25)[-1]
+    plan, last = predict_memory(job(), margin=0.25), explain_memory(job(), margin=0.25)[-1]
+    assert plan.total_bytes - plan.peak_bytes == plan.margin == int(0.25 * plan.peak_bytes)
     assert (last.kind, last.formula, last.basis) == ("margin", "0.25 of the rest", ASSUMED)
 
 
@@ -211,7 +227,9 @@ def test_a_rank_holds_what_the_real_modules_hold(layout: ParallelLayout, qk_norm
     numels = {name: p.numel() for name, p in model.named_parameters()}
     assert held.total(config.sizes) == sum(numels.values())
     assert held.largest == max(numels.values())
-    assert held.vectors(config.sizes) == sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    groups = flat_groups(config.sizes, layout)
+    assert sum(groups[1].values()) == sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert sum(sum(group.values()) for group in groups) == sum(numels.values())
     for number, is_dense in ((0, True), (1, False)):
         layer = sum(num for name, num in numels.items() if name.startswith(f"model.layers.{number}."))
         assert held.layer(is_dense=is_dense) == layer
@@ -222,8 +240,3 @@ def test_a_rank_holds_what_the_real_modules_hold(layout: ParallelLayout, qk_norm
         shapes = layer_shapes(config.sizes, is_dense=number == 0)
         named |= {f"model.layers.{number}.{name}": shape for name, shape in shapes.items()}
     assert {name: math.prod(shape) for name, shape in named.items()} == {n: math.prod(s) for n, s in whole.items()}
-
-
-def test_the_plan_needs_no_torch() -> None:
-    code = "import sys, recipe.plan.memory; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -41,7 +41,8 @@ from recipe.plan.write import run_config, write_config
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model, sizes_of
-from recipe.settings.resolve import BUCKET_KEY, USUAL_BUCKET, WorldInfo, load_ds_config, resolve_config
+from recipe.settings.resolve import BUCKET_KEY, USUAL_BUCKET, WorldInfo, resolve_config
+from recipe.settings.sources import load_deepspeed_json
 from recipe.shared.units import size
 
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4}
@@ -78,7 +79,9 @@ def resolved_job(plan: Plan, wanted: PlanRequest, *, name: str, folder: Path) ->
         compute_capability=wanted.hardware.compute_capability,
     )
     model = read_model(arguments).kwargs
-    settings = resolve_config(arguments, ds_config=load_ds_config(str(file)), ranks=ranks, sizes=sizes_of(model))
+    settings = resolve_config(
+        arguments, deepspeed_json=load_deepspeed_json(str(file)), ranks=ranks, sizes=sizes_of(model)
+    )
     return job_of(settings, model=model, recompute=arguments.gradient_checkpointing, device=wanted.hardware.device)
 
 

@@ -5,22 +5,20 @@ from typing import Any
 
 import pytest
 
-from modeling.execution import Execution
 from modeling.layout import ParallelLayout
+from recipe.plan.compute_time import num_launches
 from recipe.plan.hardware import find_hardware
 from recipe.plan.hardware_values import Link
-from recipe.plan.host_time import num_launches
 from recipe.plan.job import Job
-from recipe.plan.lanes import Lanes
-from recipe.plan.model_traffic import num_chunks
-from recipe.plan.sent import ring_bytes
+from recipe.plan.overlap import Lanes, describe_overlap
 from recipe.plan.space import Arrangement, PlanRequest, make_job
 from recipe.plan.step_time import TimePlan, mfu, predict_time
-from recipe.plan.traffic import planned_traffic
+from recipe.plan.traffic import planned_traffic, ring_bytes
 from recipe.plan.wire_time import Ring, call_seconds, ring_of
-from recipe.plan.zero_overlap import describe_overlap
 from recipe.shared.flops import model_flops_per_token
 from tests.plan_hardware import flat_hardware
+from tests.traffic_jobs import WIRE as WITHOUT_OVERLAP
+from tests.traffic_jobs import small_job
 
 MODEL: dict[str, Any] = {
     "vocab_size": 512,
@@ -40,24 +38,12 @@ MODEL: dict[str, Any] = {
     "norm_topk_prob": True,
     "rms_norm_eps": 1e-6,
 }
-WIRE = Execution(overlap=True)
+WIRE = replace(WITHOUT_OVERLAP, overlap=True)
 
 
 def job(*, dp: int = 1, tp: int = 1, ep: int = 1, overlap: bool = True, **changes: Any) -> Job:
-    values: dict[str, Any] = {
-        "model": MODEL,
-        "num_sequences": 2,
-        "block_size": 256,
-        "accumulation": 1,
-        "strategy": "gather_tokens",
-        "wire": replace(WIRE, overlap=overlap),
-        "experts_backend": "loop",
-        "zero": {"stage": 1},
-        "precision": "fp32",
-        "recompute": False,
-        "device": "cpu",
-    }
-    return Job(layout=ParallelLayout(dp=dp, tp=tp, ep=ep), **values | changes)
+    values = {"model": MODEL, "block_size": 256, "wire": replace(WIRE, overlap=overlap), **changes}
+    return replace(small_job(dp, tp, ep), **values)
 
 
 def computing_s(plan: TimePlan) -> float:
@@ -136,7 +122,7 @@ def test_without_overlap_every_collective_is_waited_for() -> None:
 def test_overlap_hides_what_products_are_long_enough_for() -> None:
     quick, slow = (flat_hardware(rate=rate, bytes_per_s=1e8) for rate in (1e12, 1e8))
     big = job(tp=2, num_sequences=8, block_size=1024)
-    assert num_chunks(big) > 1
+    assert big.num_chunks > 1
     apart = replace(big, wire=replace(WIRE, overlap=False))
     for hardware in (quick, slow):
         overlapped, plain = predict_time(big, hardware=hardware), predict_time(apart, hardware=hardware)

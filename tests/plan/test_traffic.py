@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from recipe.plan.job import Job
-from recipe.plan.sent import Sent
-from recipe.plan.traffic import planned_traffic
-from recipe.plan.zero3_fetches import Module, Thresholds, Way, fetches_of_a_micro_batch, gathers_of, persistent
+from recipe.plan.parameters import Module
+from recipe.plan.traffic import Sent, planned_traffic
+from recipe.plan.zero3 import Thresholds, fetches_of_a_micro_batch, gathers_of, persistent
 from tests.traffic_jobs import small_job
 
 TINY = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32}
@@ -166,7 +166,7 @@ def test_every_output_of_the_decoder_asks_for_it() -> None:
     one_by_one = NOTHING_AHEAD._replace(prefetch=1)
     last = Module("block 2", dict.fromkeys("abcdefgh", 100), is_block=True)
     modules = [Module("embedding", {"i": 10}), last, Module("norm", {"n": 1}), Module("head", {"o": 10})]
-    backward = [gathers_of(fetches_of_a_micro_batch(modules, one_by_one, way=Way(number)))[-4:] for number in (1, 3)]
+    backward = [gathers_of(fetches_of_a_micro_batch(modules, one_by_one, num_outputs=number))[-4:] for number in (1, 3)]
     assert backward == [
         [("c",), ("d",), ("e", "f", "g", "h"), ("i",)],
         [("e",), ("f",), ("g", "h"), ("i",)],
@@ -177,7 +177,7 @@ def test_what_is_dropped_was_decided_before_the_first_optimizer_step() -> None:
     """Then small parameters were yet to be gathered, so that less was gathered ahead and nothing counted with."""
     thresholds = NOTHING_AHEAD._replace(persistence=10, prefetch=1)
     gathers = [
-        gathers_of(fetches_of_a_micro_batch(MODULES, thresholds, way=Way(1, accumulates)))
+        gathers_of(fetches_of_a_micro_batch(MODULES, thresholds, accumulates=accumulates))
         for accumulates in (False, True)
     ]
     assert gathers == [[("a",), ("b",)], [("a",), ("b",), ("b",), ("a",)]]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from recipe import cli
-from recipe.profile import record_run
-from recipe.profile.links import read_links
-from recipe.profile.memory_line import memory_line
+from recipe.profile import command
+from recipe.profile.account import memory_line
 from recipe.profile.spans import read_spans
 from recipe.profile.trace_file import read_trace
+from recipe.profile.transfers import read_links
 from tests.profile_traces import comms, event, gpu_events, kernel, write_gpu_traces, write_trace
 
 
@@ -35,7 +35,7 @@ def test_traces_become_a_page_a_file_and_a_few_lines(tmp_path: Path, capfd: pyte
     traces, out = write_gpu_traces(tmp_path / "traces"), tmp_path / "new" / "out"
     code, said = profile(capfd, traces, "--out", out, "--link_bytes_per_s", "40e6")
     assert code == 0
-    assert said.startswith("a step takes 1 ms on the slowest of 2 ranks: work 400 us, exposed transfers 250 us")
+    assert said.startswith("a step takes 1.00 ms on the slowest of 2 ranks: work 400 µs, exposed transfers 250 µs")
     assert f"wrote {out / 'profile.html'}" in said
     code, printed = profile(capfd, traces / "trace-1.json.gz", traces / "trace-0.json.gz", "--out", out, "--json")
     assert json.loads(printed) == json.loads((out / "profile.json").read_text())
@@ -145,7 +145,7 @@ def test_a_run_is_made_a_short_one_that_keeps_nothing(tmp_path: Path, capfd: pyt
     block = {"config_name": "demo", "warmup_steps": 100, "output_dir": "runs/x", "save_steps": 2, "push_to_hub": True}
     ds_config.write_text(json.dumps({"arguments": block}))
     words = ["--ds_config", str(ds_config)]
-    flags = record_run.run_flags(words, out=tmp_path, num_steps=3)
+    flags = command.run_flags(words, out=tmp_path, num_steps=3)
     assert flags[:2] == words
     assert {f"--output_dir={tmp_path / 'run'}", "--overwrite_output_dir=True", "--max_steps=5"} <= set(flags)
     assert {"--profile_steps=3", "--warmup_steps=5", "--save_strategy=no", "--max_eval_samples=0"} <= set(flags)
@@ -154,7 +154,7 @@ def test_a_run_is_made_a_short_one_that_keeps_nothing(tmp_path: Path, capfd: pyt
         f'is {tmp_path / "run"}, not the runs/x in the "arguments" block of {ds_config}, which may hold a run' in said
     )
     own = ["--output_dir=mine", "--max_steps=50", "--profile_from_step=9", "--save_strategy=steps"]
-    kept = record_run.run_flags([*words, *own], out=tmp_path, num_steps=2)
+    kept = command.run_flags([*words, *own], out=tmp_path, num_steps=2)
     assert "--warmup_steps=10" in kept
     assert not {"--overwrite_output_dir=True", "--max_steps=10", "--save_strategy=no"} & set(kept)
     assert capfd.readouterr().err == ""
@@ -166,17 +166,17 @@ def test_a_run_that_cannot_be_recorded_is_refused(
     out, words = tmp_path / "out", ["--", "--config_name", "demo"]
     assert "--no_such_flag on the command line is unknown" in _refused_run(capfd, out, "--no_such_flag", "1")
     assert "--profile_steps is what --steps becomes" in _refused_run(capfd, out, "--profile_steps=3")
-    monkeypatch.setattr(record_run, "SCRIPT", tmp_path / "gone.py")
+    monkeypatch.setattr(command, "SCRIPT", tmp_path / "gone.py")
     assert "gone.py is not there; start the run yourself with --profile_steps" in _refused_run(capfd, out)
     failing = tmp_path / "failing.py"
     failing.write_text("raise SystemExit(3)")
-    monkeypatch.setattr(record_run, "SCRIPT", failing)
+    monkeypatch.setattr(command, "SCRIPT", failing)
     assert "the run to be recorded ended with exit code 3" in _refused_run(capfd, out)
     writing = tmp_path / "writing.py"
     writing.write_text(
         "import pathlib, sys; pathlib.Path(sys.argv[0]).with_suffix('.txt').write_text(' '.join(sys.argv))"
     )
-    monkeypatch.setattr(record_run, "SCRIPT", writing)
+    monkeypatch.setattr(command, "SCRIPT", writing)
     write_gpu_traces(out / "run" / "profile")
     code, _ = profile(capfd, "--out", out, "--steps", 2, *words)
     assert code == 0

@@ -21,15 +21,16 @@ from recipe.profile.trace_file import find_traces, read_traces
 from recipe.profile.transfers import Links
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
-from recipe.settings.resolve import WorldInfo, load_ds_config, resolve_config
+from recipe.settings.resolve import WorldInfo, resolve_config
+from recipe.settings.sources import load_deepspeed_json
 from recipe.shared.errors import RanksFailedError
 from recipe.shared.ranks import OneRank
 from recipe.shared.scopes import Scope, ranks_name, read_ranks, read_scope, scope_name
 from recipe.train import recording
 from recipe.train.recording import StepRecorder, named_parts, tensor_bytes
-from tests.parity import tiny_config
 from tests.profile_traces import take_apart
 from tests.ranks import run_ranks
+from tests.referee import tiny_config
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
 
@@ -104,11 +105,7 @@ def test_steps_that_a_run_does_not_take_cannot_be_recorded() -> None:
 @pytest.mark.parametrize(
     ("first", "after_step", "words"),
     [
-        (
-            None,
-            100,
-            "nothing is recorded: --profile_steps is for steps 103 to 105 here, but the run goes on behind",
-        ),
+        (None, 100, "nothing is recorded: --profile_steps is for steps 103 to 105 here, but the run goes on behind"),
         (10, 50, "nothing is recorded: --profile_steps is for steps 10 to 12 here, but the run goes on behind"),
         (10, 10, "nothing is recorded: "),
         (None, 97, "step 100 alone of steps 100 to 102 will be recorded: the run goes on behind step 97 and ends with"),
@@ -209,8 +206,8 @@ def assert_traffic_is_planned(summary: Summary, flags: Flags) -> None:
     arguments = parse_arguments([f"--{name}={value}" for name, value in flags.items()])
     model = read_model(arguments).kwargs
     ranks = WorldInfo(world_size=2, local_world_size=2, device="cpu", compute_capability=None)
-    ds_config = load_ds_config(arguments.ds_config)
-    settings = resolve_config(arguments, ds_config=ds_config, ranks=ranks, sizes=sizes_of(model))
+    ds_config = load_deepspeed_json(arguments.ds_config)
+    settings = resolve_config(arguments, deepspeed_json=ds_config, ranks=ranks, sizes=sizes_of(model))
     job = job_of(settings, model=model, recompute=True, device="cpu")
     planned, seen = planned_traffic(job), summary.transfers
     assert {row.route.among for row in seen} == {"2 ranks"}

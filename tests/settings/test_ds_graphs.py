@@ -27,12 +27,12 @@ def note_of(settings: ResolvedConfig) -> str:
 @pytest.mark.parametrize("parallel", [{}, {"strategy": "gather_weights", "ep": 1}, {"strategy": "auto", "ep": 1}])
 def test_auto_takes_graphs_where_they_are_possible(parallel: dict[str, Any], capability: tuple[int, int]) -> None:
     got = resolve({"parallel": parallel}, "--bf16", FLASH, world=gpu(capability))
-    assert got.parallel.execution.cuda_graph is True
+    assert got.execution.cuda_graph is True
     assert note_of(got) == (
         '"parallel.cuda_graph": "auto" became true: each block is recorded, and computed again in the backward'
     )
     asked = resolve({"parallel": {**parallel, "cuda_graph": True}}, "--bf16", FLASH, world=gpu(capability))
-    assert asked.parallel.execution.cuda_graph is True
+    assert asked.execution.cuda_graph is True
     assert not [note for note in asked.notes if "cuda_graph" in note]
 
 
@@ -41,13 +41,13 @@ def test_where_torchs_grouped_product_waits_for_the_host_tritons_does_not(
     flags: list[str], capability: tuple[int, int]
 ) -> None:
     got = resolve(None, *flags, FLASH, world=gpu(capability))
-    assert got.parallel.execution.experts_backend == "triton"
-    assert got.parallel.execution.cuda_graph is True
+    assert got.execution.experts_backend == "triton"
+    assert got.execution.cuda_graph is True
 
 
 def test_false_is_eager_without_a_word() -> None:
     got = resolve({"parallel": {"cuda_graph": False}}, "--bf16", FLASH, world=gpu())
-    assert got.parallel.execution.cuda_graph is False
+    assert got.execution.cuda_graph is False
     assert not [note for note in got.notes if "cuda_graph" in note]
 
 
@@ -122,7 +122,7 @@ def test_r_graph_02_auto_falls_back_in_one_line_and_true_is_refused(
     config: dict[str, Any], flags: list[str], options: dict[str, Any], reason: str
 ) -> None:
     got = resolve(config, *flags, **options)
-    assert got.parallel.execution.cuda_graph is False
+    assert got.execution.cuda_graph is False
     assert note_of(got) == f'"parallel.cuda_graph": "auto" became false: {reason}'
     asked = config | {"parallel": {**config.get("parallel", {}), "cuda_graph": True}, "gradient_cliping": 1}
     text = faults_of(asked, *flags, **options)
@@ -133,13 +133,13 @@ def test_r_graph_02_auto_falls_back_in_one_line_and_true_is_refused(
 def test_a_rank_alone_has_nobody_to_exchange_rows_with() -> None:
     alone = WorldInfo(world_size=1, local_world_size=1, device="cuda", compute_capability=HOPPER)
     config = {"parallel": {"strategy": "all_to_all"}}
-    assert resolve(config, "--bf16", FLASH, world=alone).parallel.execution.cuda_graph is True
+    assert resolve(config, "--bf16", FLASH, world=alone).execution.cuda_graph is True
 
 
 def test_layers_without_experts_have_no_counts_to_read() -> None:
     dense = replace(TINY, dense_layers=(0, 1), intermediate_size=32)
     got = resolve({"parallel": {"strategy": "auto", "tp": 2}}, FLASH, world=gpu(AMPERE), sizes=dense)
-    assert got.parallel.execution.cuda_graph is True
+    assert got.execution.cuda_graph is True
 
 
 def test_a_value_that_is_none_is_refused() -> None:

@@ -152,21 +152,21 @@ def test_the_default_zero_stage_avoids_reductions_between_nodes_per_micro_batch(
 
 def test_parallel_options_name_what_auto_became() -> None:
     got = resolve({"parallel": {"ep": 1}})
-    assert got.parallel.execution.cuda_graph is False
-    assert got.parallel.execution.experts_backend == "loop"
-    assert got.parallel.execution == Execution(
+    assert got.execution.cuda_graph is False
+    assert got.execution.experts_backend == "loop"
+    assert got.execution == Execution(
         overlap=True, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto"
     )
     assert '"parallel.overlap": "auto" became true: transfers travel while others are worked on' in got.notes
     assert '"parallel.regather": "auto" became false: gathered tokens are kept, ep=1' in got.notes
     alone = resolve({"parallel": {"tp": 1}})
-    assert not alone.parallel.execution.overlap
+    assert not alone.execution.overlap
     assert '"parallel.overlap": "auto" became false: there is one rank in a group' in alone.notes
-    assert resolve({"parallel": {"tp": 2, "ep": 2}}).parallel.execution.regather
+    assert resolve({"parallel": {"tp": 2, "ep": 2}}).execution.regather
     told = {"overlap": False, "overlap_chunks": 3, "regather": True, "token_dtype": "float8_e4m3"}
-    asked = resolve({"parallel": {**told, "combine_dtype": "float32"}}).parallel.execution
+    asked = resolve({"parallel": {**told, "combine_dtype": "float32"}}).execution
     assert asked == Execution(**told, combine_dtype="float32")
-    assert resolve({"parallel": {"tp": 2, "ep": 2, "resident_experts": 2}}).parallel.execution.resident_experts == 2
+    assert resolve({"parallel": {"tp": 2, "ep": 2, "resident_experts": 2}}).execution.resident_experts == 2
     assert '"parallel.cuda_graph": "auto" became false: there are no CUDA graphs on a CPU' in got.notes
 
 
@@ -176,9 +176,7 @@ def test_auto_takes_the_grouped_product_that_leaves_the_host_alone(
     flags: list[str], dtype: torch.dtype, capability: tuple[int, int]
 ) -> None:
     gpu = WorldInfo(world_size=4, local_world_size=4, device="cuda", compute_capability=capability)
-    assert resolve(None, *flags, world=gpu).parallel.execution.experts_backend == grouped_backend(
-        dtype, capability=capability
-    )
+    assert resolve(None, *flags, world=gpu).execution.experts_backend == grouped_backend(dtype, capability=capability)
 
 
 @pytest.mark.parametrize(

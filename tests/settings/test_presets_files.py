@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from modeling.config import GatherMoeConfig
+from modeling.spec import RULES
 from recipe.hf.config import SpecialTokens, config_dict
 from recipe.settings.flags import Arguments
-from recipe.settings.model import ROPE_THETA, read_model, sizes_of
-from recipe.settings.model_files import GENERATION, STOCK_TYPES, WITHOUT_EFFECT
-from recipe.settings.model_values import RULES
+from recipe.settings.model import read_model, sizes_of
+from recipe.settings.model_files import FILE_TYPES, GENERATION, WITHOUT_EFFECT
 from recipe.settings.presets import PRESETS
 from recipe.shared.flops import count_parameters
 
@@ -49,7 +49,7 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0},
     },
 }
-EVERY_TYPE = pytest.mark.parametrize("name", STOCK_TYPES)
+EVERY_TYPE = pytest.mark.parametrize("name", FILE_TYPES)
 
 
 def config_of(name: str) -> Any:
@@ -89,9 +89,9 @@ def test_every_way_to_write_a_config_gives_the_same_model(name: str, tmp_path: P
 @EVERY_TYPE
 def test_the_model_read_has_the_settings_of_the_one_written(name: str, tmp_path: Path) -> None:
     config, kwargs = config_of(name), read(config_of(name).to_dict(), tmp_path)
-    renamed = {ours: theirs for theirs, ours in STOCK_TYPES[name].renamed.items()}
+    renamed = {ours: theirs for theirs, ours in FILE_TYPES[name].renamed.items()}
     for key, value in kwargs.items():
-        if key not in STOCK_TYPES[name].implied:
+        if key not in FILE_TYPES[name].implied:
             assert value == getattr(config, renamed.get(key, key)), key
     assert kwargs["rope_parameters"].items() >= {**SMALL, **OWN[name]}["rope_parameters"].items()
 
@@ -235,10 +235,6 @@ def test_settings_of_generation_are_all_known_by_name() -> None:
     from transformers import GenerationConfig
 
     assert set(GenerationConfig._get_default_generation_params()) <= {*GENERATION, *WITHOUT_EFFECT}
-
-
-def test_our_theta_is_the_one_of_our_class() -> None:
-    assert STOCK_TYPES["gather_moe"].theta == ROPE_THETA
 
 
 @pytest.mark.parametrize(

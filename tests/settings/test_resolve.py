@@ -10,8 +10,9 @@ import pytest
 
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
-from recipe.settings.resolve import WorldInfo, load_ds_config, resolve_config
-from recipe.settings.schedule import learning_rate_at
+from recipe.settings.resolve import WorldInfo, resolve_config
+from recipe.settings.sources import load_deepspeed_json
+from recipe.settings.training import learning_rate_at
 from tests.resolving import TINY, faults_of, resolve
 
 SHARE = "--lr_scheduler_kwargs=min_lr_rate=0.1"
@@ -237,7 +238,7 @@ def test_r_cfg_07_bf16_and_fp16_both_on_is_refused() -> None:
 def test_values_of_the_arguments_block_conflict_like_flags_but_lose_to_them(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"arguments": {"learning_rate": 1e-3}, "optimizer": {"params": {"lr": 1e-4}}}))
-    content = load_ds_config(str(file))
+    content = load_deepspeed_json(str(file))
     assert f'--learning_rate in the "arguments" block of {file} is 0.001, but' in faults_of(
         content, f"--ds_config={file}"
     )
@@ -308,7 +309,7 @@ def test_the_files_users_start_from_resolve_and_deepspeed_takes_them(path: Path)
     for world_size in (1, 2) if alone else (8,):
         got = resolve_config(
             arguments,
-            ds_config=load_ds_config(arguments.ds_config),
+            deepspeed_json=load_deepspeed_json(arguments.ds_config),
             ranks=WorldInfo(world_size=world_size, local_world_size=world_size),
             sizes=sizes_of(read_model(arguments).kwargs),
         )

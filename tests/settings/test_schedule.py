@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe.settings.schedule import ScheduleOptions, learning_rate_at, settle_schedule
+from recipe.settings.training import ScheduleOptions, learning_rate_at, settle_schedule
 
 
 def _rates(peak: float = 1e-3, **options: object) -> list[float]:

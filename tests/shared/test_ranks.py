@@ -7,8 +7,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from recipe.shared.agreement import on_first
-from recipe.shared.errors import CheckpointBrokenError, RanksFailedError
 from recipe.shared.ranks import OneRank, Ranks, RanksMissingError, TorchRanks
 from tests.ranks import run_ranks
 from tests.thread_ranks import on_threads
@@ -69,29 +67,6 @@ def test_the_first_rank_speaks_and_any_rank_is_heard_later() -> None:
     want = [{"rank": 0, "bytes": b""}, [0, 1], True, True, False, True, False]
     assert run_ranks(_ask_as_a_process, 2) == [want, want]
     assert on_threads(2, _ask) == [want, want]
-
-
-@pytest.mark.parametrize("error", [None, CheckpointBrokenError(Path("a-file"), "missing"), OSError("a full disk")])
-def test_what_only_one_rank_does_comes_from_it_alone(error: Exception | None) -> None:
-    """A gather would give every rank as many copies of the largest value as there are ranks."""
-
-    def act() -> str:
-        if error is not None:
-            raise error
-        return "done"
-
-    def ask(ranks: Ranks) -> str:
-        with patch.object(ranks, "gather", side_effect=AssertionError("gathered")):
-            return on_first(act if ranks.rank == 0 else lambda: pytest.fail("another rank acted"), ranks=ranks)
-
-    outcomes = on_threads(3, ask)
-    if error is None:
-        assert outcomes == ["done"] * 3
-    elif isinstance(error, CheckpointBrokenError):
-        assert [(type(outcome), str(outcome)) for outcome in outcomes] == [(type(error), "a-file: missing")] * 3
-    else:
-        want = (RanksFailedError, "rank 0: OSError: a full disk")
-        assert [(type(outcome), str(outcome)) for outcome in outcomes] == [want] * 3
 
 
 def _wait_an_hour(rank: int, world_size: int, released: str) -> tuple[list[float], list[int]] | None:

@@ -15,9 +15,10 @@ from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.manifest import file_sizes
 from recipe.shared.ranks import OneRank
 from recipe.train.disk_room import more_at_a_time, saves_to_come
-from tests.engine_runs import slow
-from tests.parity import Case, full_state, make_micro_batches, start_engine, tiny_config
+from tests.engine_runs import Case, slow, start_engine, train_steps
+from tests.exports import export_engine
 from tests.ranks import run_ranks
+from tests.referee import full_state, tiny_config
 from tests.training import Flags, train_on_ranks, write_ds_config, write_inputs
 
 
@@ -42,10 +43,8 @@ def test_one_more_than_is_kept_is_there_while_saving(
 def _sizes(rank: int, world_size: int, cases: list[Case], folder: Path) -> list[Any]:
     """Per case: the estimate before anything was trained, and after a step."""
     from recipe.checkpoint.native import save_native
-    from recipe.checkpoint.size_estimate import estimate_size
-    from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.shared.ranks import TorchRanks
-    from tests.hf.test_r_ckpt import FakeTokenizer
+    from recipe.train.disk_room import estimate_size
 
     config = tiny_config(hidden_size=128, moe_intermediate_size=256, vocab_size=999, head_dim=32, num_hidden_layers=1)
     state, ranks, estimates = full_state(config), TorchRanks(), []
@@ -53,14 +52,11 @@ def _sizes(rank: int, world_size: int, cases: list[Case], folder: Path) -> list[
         engine = start_engine(config, state, case)
         dtype = torch.bfloat16 if case.bf16 else torch.float32
         before = estimate_size(engine, hf_dtype=dtype, ranks=ranks)
-        batches = make_micro_batches(config, case, step=0, dp_rank=engine.mesh.dp_rank)
-        engine.accumulate(batches, counts=engine.count(batches))
-        engine.update(learning_rate=1e-3)
+        train_steps(engine, config, case, range(1))
         place = folder / name_of(case)
         place.mkdir(exist_ok=True)
         save_native(engine, place, rank_state={})
-        options = ExportOptions("auto", dtype)
-        export_hugging_face(engine, place / "hf", tokenizer=FakeTokenizer(), options=options, ranks=ranks)
+        export_engine(engine, place / "hf", dtype=dtype)
         estimates.append((before, estimate_size(engine, hf_dtype=None, ranks=ranks)))
     return estimates
 
@@ -77,7 +73,8 @@ def name_of(case: Case) -> str:
         slow(2, 2, [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]),
     ],
 )
-def test_r_ckpt_10_the_estimate_is_within_a_tenth_of_a_real_checkpoint(
+@pytest.mark.requirement("R-CKPT-10")
+def test_the_estimate_is_within_a_tenth_of_a_real_checkpoint(
     dp: int, tp: int, kinds: list[tuple[int, bool]], tmp_path: Path
 ) -> None:
     cases = [Case(dp=dp, tp=tp, ep=tp, stage=stage, bf16=bf16) for stage, bf16 in kinds]
@@ -117,7 +114,8 @@ def refused(rank: int, world_size: int, flags: Flags) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("small_disk", [1024], indirect=True)
-def test_r_ckpt_10_start_up_refuses_a_disk_that_is_too_small(small_disk: Path, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-10")
+def test_start_up_refuses_a_disk_that_is_too_small(small_disk: Path, tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"output_dir": small_disk / "run", "save_steps": 2, "save_total_limit": 1}
     code, text = run_ranks(refused, 1, flags)[0]
     assert code == 16
@@ -197,7 +195,8 @@ def train_until_full(rank: int, world_size: int, flags: Flags, *, disk: Path, mo
     ("moment", "in_background", "last_steps"),
     [("before", False, [4]), ("within", False, [4]), ("within", True, [5, 6])],  # heard at the end of a step
 )
-def test_r_ckpt_10_a_disk_that_fills_up_after_the_first_save_leaves_it_usable(
+@pytest.mark.requirement("R-CKPT-10")
+def test_a_disk_that_fills_up_after_the_first_save_leaves_it_usable(
     moment: str, in_background: bool, last_steps: list[int], small_disk: Path, tmp_path: Path
 ) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1})

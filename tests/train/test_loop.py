@@ -26,7 +26,8 @@ def train_without_targets(rank: int, world_size: int, flags: Flags) -> tuple[Any
         return train_on_ranks(rank, world_size, flags)
 
 
-def test_r_loss_03_an_empty_step_is_counted_as_one_and_changes_nothing_but_weight_decay(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LOSS-03")
+def test_an_empty_step_is_counted_as_one_and_changes_nothing_but_weight_decay(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"max_steps": 2, "router_aux_loss_coef": 0.1}
     results, said = run_ranks(train_without_targets, 2, flags)[0]
     lines = read_metrics(tmp_path / "run")
@@ -39,7 +40,8 @@ def test_r_loss_03_an_empty_step_is_counted_as_one_and_changes_nothing_but_weigh
 
 
 @pytest.mark.slow
-def test_r_log_02_tokens_are_counted_once_per_group_in_every_layout(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LOG-02")
+def test_tokens_are_counted_once_per_group_in_every_layout(tmp_path: Path) -> None:
     """The same global batch of 4 sequences at (1, 1), (1, 2) and (2, 2): the same count, loss and balance."""
     found = []
     for world_size, tp, num_sequences in ((1, 1, 4), (2, 2, 4), (4, 2, 2)):

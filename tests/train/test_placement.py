@@ -20,9 +20,9 @@ from recipe.checkpoint.manifest import Manifest, file_sizes, record_file, write_
 from recipe.cli import main
 from recipe.hf.export import FOLDER
 from recipe.shared.errors import CheckpointBrokenError
-from recipe.train.place import HF_NAME, find_source, place_all, write_placed
+from recipe.train.expert_placement import HF_NAME, find_source, place_all, write_placed
 from recipe.train.placement import place_experts
-from tests.parity import full_state, mixed_config, referee_model, tiny_config
+from tests.referee import full_state, mixed_config, referee_model, tiny_config
 
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda: tiny_config(qk_norm="none"),
@@ -343,7 +343,7 @@ def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path: Path, mon
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("recipe.train.place.save_file", full_disk)
+    monkeypatch.setattr("recipe.train.expert_placement.save_file", full_disk)
     with pytest.raises(OSError, match="no space left"):
         write_placed(source, place_all(source), out=tmp_path / "placed")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [COUNTS_NAME, "hf"]

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -11,26 +10,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.presets import PRESETS
+from recipe.train.log import MetricsWriter, ProgressBar, describe_evaluation, describe_step
 from recipe.train.metrics import EvalRecord, StepRecord
 from recipe.train.prepare import request_faults
-from recipe.train.records import MetricsWriter, ProgressBar, describe_evaluation, describe_step, write_json
 
 REQUIRED_KEYS = {
-    "step",
-    "loss",
-    "aux_loss",
-    "z_loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "tokens_per_s",
-    "model_flops_per_s",
-    "mfu",
-    "rho",
-    "dead_experts",
-    "router_entropy",
-    "skipped_steps",
-    "peak_memory_bytes",
+    *("step", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "model_flops_per_s", "mfu"),
+    *("rho", "dead_experts", "router_entropy", "skipped_steps", "peak_memory_bytes"),
 }
 
 
@@ -82,7 +68,8 @@ def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
         assert _lines(tmp_path)[1] == {"step": 1, "eval_loss": 2.0, "perplexity": math.exp(2.0)}
 
 
-def test_r_log_01_console_file_and_tracker_show_the_same_number(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LOG-01")
+def test_console_file_and_tracker_show_the_same_number(tmp_path: Path) -> None:
     record = _record(1, loss=5.0)
     with MetricsWriter(tmp_path, after_step=None, tensorboard=True, say=print) as writer:
         writer.write(record)
@@ -98,38 +85,26 @@ def test_r_log_01_console_file_and_tracker_show_the_same_number(tmp_path: Path) 
     assert describe_step(_record(1, rho=None)) == "loss 5.0000, 1,234 tokens/s, 3.00 GiB"
 
 
-def test_a_resumed_run_drops_what_it_runs_again(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LOG-02")
+def test_a_resumed_run_goes_on_from_the_step_it_resumes_and_a_fresh_one_anew(tmp_path: Path) -> None:
+    """Tokens are counted on; what is run again is dropped, and a line that was cut short."""
     _write(tmp_path, [_record(step) for step in (1, 2, 3, 4)])
     said = _write(tmp_path, [_record(3, loss=1.0)], after_step=2)
-    assert [(line["step"], line["loss"]) for line in _lines(tmp_path)] == [(1, 5.0), (2, 5.0), (3, 1.0)]
+    lines = [(line["step"], line["loss"], line["tokens"]) for line in _lines(tmp_path)]
+    assert lines == [(1, 5.0, 10), (2, 5.0, 20), (3, 1.0, 30)]
     assert said == [f"{tmp_path}/metrics.jsonl: dropped 2 lines logged after step 2, which are run again"]
-
-
-def test_a_resumed_run_drops_a_line_that_was_cut_short(tmp_path: Path) -> None:
-    _write(tmp_path, [_record(1)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')
-    _write(tmp_path, [_record(2)], after_step=1)
-    assert [line["step"] for line in _lines(tmp_path)] == [1, 2]
-
-
-def test_r_log_02_tokens_continue_after_resume(tmp_path: Path) -> None:
-    _write(tmp_path, [_record(1), _record(2)])
-    _write(tmp_path, [_record(3)], after_step=2)
-    assert [line["tokens"] for line in _lines(tmp_path)] == [10, 20, 30]
-
-
-def test_a_fresh_run_starts_a_new_file(tmp_path: Path) -> None:
-    _write(tmp_path, [_record(1), _record(2)])
+        file.write('{"step": 4, "lo')
+    _write(tmp_path, [_record(4)], after_step=3)
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 4]
     _write(tmp_path, [_record(1)])
     assert [line["step"] for line in _lines(tmp_path)] == [1]
 
 
 def test_a_file_that_is_not_ours_stops_the_resume(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nhello\n{"step": 2}\n')
-    with pytest.raises(
-        ValueError, match=r"metrics\.jsonl line 2 is not a record of a run: 'hello'; move the file away"
-    ):
+    fault = r"metrics\.jsonl line 2 is not a record of a run: 'hello'; move the file away"
+    with pytest.raises(ValueError, match=fault):
         _write(tmp_path, [], after_step=1)
 
 
@@ -146,40 +121,22 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert (_lines(tmp_path)[0]["loss"], _lines(tmp_path)[0]["rho"]) == (None, [None, 1.0])
 
 
-def test_json_files_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "run.json"
-    write_json(path, {"layout": [1, 2], "loss": math.inf})
-    assert json.loads(path.read_text()) == {"layout": [1, 2], "loss": None}
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_json(path, {"layout": "new"})
-    assert json.loads(path.read_text())["layout"] == [1, 2]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
-
-
-def test_the_bar_shows_step_loss_speed_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = ProgressBar(10, first_step=4, show=True)
+@pytest.mark.parametrize("show", [True, False])
+def test_the_bar_shows_step_loss_speed_and_memory_and_is_silent_on_other_ranks(
+    show: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = ProgressBar(10, first_step=4, show=show)
     bar.advance()
     bar.show(_record(5))
     bar.say("step 5: saved")
     bar.close()
     shown = capsys.readouterr()
-    assert "5/10" in shown.err
-    assert "loss 5.0000, 1,234 tokens/s, 3.00 GiB" in shown.err
-    assert shown.out == "step 5: saved\n"
-
-
-def test_the_bar_of_other_ranks_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = ProgressBar(10, first_step=0, show=False)
-    bar.advance()
-    bar.show(_record(1))
-    bar.say("hello")
-    bar.close()
-    assert capsys.readouterr() == ("", "")
+    if show:
+        assert "5/10" in shown.err
+        assert "loss 5.0000, 1,234 tokens/s, 3.00 GiB" in shown.err
+        assert shown.out == "step 5: saved\n"
+    else:
+        assert shown == ("", "")
 
 
 def test_an_evaluation_in_words() -> None:

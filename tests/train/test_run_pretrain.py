@@ -1,100 +1,31 @@
 """The entry script as users start it: the deepspeed launcher, plain python, mistakes, and what is left afterwards."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.clean_process import run_clean
-from tests.ranks import with_libraries
-from tests.training import Flags, read_metrics, write_ds_config, write_inputs
+from tests.launching import launch, run_main, shared_memory, words_of
+from tests.training import read_metrics, write_ds_config, write_inputs
 
-ROOT = Path(__file__).parents[2]
-LAUNCHER = str(Path(sys.executable).parent / "deepspeed")
 METRIC_KEYS = {
     *("step", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "model_flops_per_s", "mfu"),
     *("rho", "rank_rho", "dead_experts", "router_entropy", "skipped_steps", "peak_memory_bytes"),
 }
 
 
-def words_of(flags: Flags) -> list[str]:
-    return [f"--{name}={value}" for name, value in flags.items()]
-
-
-def environment(**changes: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
-    return {**kept, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu", **changes}
-
-
-def launch(words: list[str], *, num_ranks: int | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
-    """Run the script under the launcher, or by plain python; stdout and stderr together."""
-    start = [sys.executable] if num_ranks is None else [LAUNCHER, "--num_accelerators", str(num_ranks)]
-    return run_command([*start, "run_pretrain.py", *words], **changes)
-
-
-def run_command(command: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(**changes),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-    )
-
-
-def run_main(words: list[str], folder: Path, *, num_ranks: int = 1, **changes: str) -> SimpleNamespace:
-    """`python run_pretrain.py WORDS`, or as many ranks of one launcher, in processes that have the libraries loaded.
-
-    stdout and stderr of all ranks together, and the exit code that all of them ended with.
-    """
-    out, context, processes = folder / "said.txt", with_libraries(), []
-    out.write_text("")
-    for rank in range(num_ranks):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)} if num_ranks > 1 else {}
-        process = context.Process(target=_main, args=(words, environment(**variables, **changes), out))
-        process.start()
-        processes.append(process)
-    for process in processes:
-        process.join(150)
-        process.kill()
-        process.join()
-    (code,) = {process.exitcode for process in processes}
-    return SimpleNamespace(returncode=code, stdout=out.read_text())
-
-
-def _main(words: list[str], variables: dict[str, str], out: Path) -> None:
-    import run_pretrain
-
-    os.environ.clear()
-    os.environ.update(variables)
-    with out.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.exit(run_pretrain.main(words))
-
-
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("deepspeed")}
-
-
 def test_help_prints_every_group_and_no_traceback() -> None:
-    done = subprocess.run(
-        [sys.executable, "run_pretrain.py", "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
+    done = launch(["--help"])
     assert done.returncode == 0
     for text in ("Model", "Data", "--per_device_train_batch_size", "--resume_from_checkpoint", "--ds_config"):
         assert text in done.stdout
 
 
 @pytest.mark.slow
+@pytest.mark.requirement("R-LAUNCH-02")
 def test_two_ranks_under_the_launcher_train_log_and_save(tmp_path: Path) -> None:
     before = shared_memory()
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path) | {"eval_steps": 3, "report_to": "tensorboard"}
@@ -123,7 +54,7 @@ def test_two_ranks_under_the_launcher_train_log_and_save(tmp_path: Path) -> None
     assert f"from_pretrained('{run}/checkpoints/latest/hf')" in done.stdout
     assert "final eval loss" in done.stdout
     assert "guessing by token frequency alone" in done.stdout
-    assert shared_memory() == before, "R-LAUNCH-02"
+    assert shared_memory() == before
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("python -c")]
     python, option, code = shlex.split(line)
     assert (python, option) == ("python", "-c")
@@ -131,35 +62,15 @@ def test_two_ranks_under_the_launcher_train_log_and_save(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_launcher_without_a_number_of_ranks_starts_one(tmp_path: Path) -> None:
-    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": "auto"}) | {"max_steps": 2}
-    done = run_command([LAUNCHER, "run_pretrain.py", *words_of(flags)])
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_plain_python_is_a_run_of_one_process(tmp_path: Path) -> None:
+    done = run_main(words_of(write_inputs(tmp_path) | {"max_steps": 2}), tmp_path)
     assert done.returncode == 0, done.stdout
     assert "layout: dp=1 tp=1 ep=1 etp=1" in done.stdout
-
-
-@pytest.mark.slow
-def test_r_launch_04_plain_python_is_a_run_of_one_process(tmp_path: Path) -> None:
-    done = launch(words_of(write_inputs(tmp_path) | {"max_steps": 2}))
-    assert done.returncode == 0, done.stdout
-    assert "layout: dp=1 tp=1 ep=1" in done.stdout
     assert (tmp_path / "run" / "checkpoints" / "step-2" / "hf" / "config.json").exists()
 
 
-def check_mistake(
-    flags: Flags,
-    *messages: str,
-    folder: Path | None = None,
-    num_ranks: int | None = None,
-    code: int = 2,
-    **changes: str,
-) -> None:
-    """Under the launcher, or where a `folder` is given in processes that start faster."""
-    words = words_of(flags)
-    if folder is None:
-        done: Any = launch(words, num_ranks=num_ranks, **changes)
-    else:
-        done = run_main(words, folder, num_ranks=num_ranks or 1, **changes)
+def check_mistake(done: Any, *messages: str, code: int = 2) -> None:
     assert done.returncode == code, done.stdout
     for message in messages:
         assert done.stdout.count(message) == 1, (message, done.stdout)
@@ -167,17 +78,23 @@ def check_mistake(
 
 
 @pytest.mark.slow
-def test_r_cfg_06_every_mistake_is_listed_once_and_all_ranks_end(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CFG-06")
+def test_every_mistake_is_listed_once_and_all_ranks_end(tmp_path: Path) -> None:
     """Layout, sizes and unknown keys, in one message from rank 0, before anything is started or written."""
-    flags = write_inputs(tmp_path) | {"block_size": 15, "seeed": 1}
-    unknown = "--seeed on the command line is unknown; did you mean --seed?"
-    check_mistake(flags, unknown, num_ranks=2, code=2, folder=tmp_path)
-    flags.pop("seeed")
+    flags = write_inputs(tmp_path) | {"block_size": 15, "per_device_train_batch_size": 1}
     flags |= write_ds_config(tmp_path, parallel={"tp": 2, "ep": 4}, gradient_cliping=0.25)
-    flags |= {"per_device_train_batch_size": 1}
     messages = ["gradient_cliping", "ep=4 does not divide tp=2", "1 sequences x block_size=15 = 15 tokens"]
-    check_mistake(flags, *messages, num_ranks=2)
+    check_mistake(run_main(words_of(flags), tmp_path, num_ranks=2), *messages)
+    unknown = "--seeed on the command line is unknown; did you mean --seed?"
+    check_mistake(run_main(words_of(flags | {"seeed": 1}), tmp_path, num_ranks=2), unknown)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_launcher_without_a_number_of_ranks_starts_one_and_hands_its_exit_code_on(tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path) | {"expect_world_size": 4}
+    done = launch(words_of(flags), num_ranks="all")
+    check_mistake(done, "--expect_world_size 4, but 1 ranks were started")
 
 
 @pytest.mark.slow
@@ -189,11 +106,10 @@ def test_r_cfg_06_every_mistake_is_listed_once_and_all_ranks_end(tmp_path: Path)
         ({"config_overrides": "vocab_size=100"}, "entries, the model only vocab_size=100", 2),
         ({"hf_format": "mixtral"}, "'mixtral' cannot express this model", 2),
         ({"resume_from_checkpoint": "/nowhere"}, "/nowhere cannot be resumed from: it does not exist", 11),
-        ({"expect_world_size": 4}, "--expect_world_size 4, but 1 ranks were started", 2),
     ],
 )
 def test_mistakes_end_in_one_message(tmp_path: Path, changes: dict[str, Any], message: str, code: int) -> None:
-    check_mistake(write_inputs(tmp_path) | changes, message, code=code, folder=tmp_path)
+    check_mistake(run_main(words_of(write_inputs(tmp_path) | changes), tmp_path), message, code=code)
 
 
 @pytest.mark.slow
@@ -204,18 +120,22 @@ def test_mistakes_end_in_one_message(tmp_path: Path, changes: dict[str, Any], me
         ({"RANK": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE is not set, but RANK=0 LOCAL_RANK=0 is"),
     ],
 )
-def test_r_launch_04_an_odd_variable_is_named(tmp_path: Path, variables: dict[str, str], message: str) -> None:
-    check_mistake(write_inputs(tmp_path), message, folder=tmp_path, **variables)
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_an_odd_variable_is_named(tmp_path: Path, variables: dict[str, str], message: str) -> None:
+    check_mistake(run_main(words_of(write_inputs(tmp_path)), tmp_path, **variables), message)
 
 
 @pytest.mark.slow
 def test_a_used_output_folder_is_refused_and_ranks_end_alike(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"max_steps": 1}
-    assert run_main(words_of(flags), tmp_path).returncode == 0
-    check_mistake(flags, "already holds a run", code=15, folder=tmp_path)
-    mistaken = flags | {"overwrite_output_dir": True, "train_file": "nowhere.txt"}
-    check_mistake(mistaken, "there is no file 'nowhere.txt'", folder=tmp_path)
+
+    def run(**changes: Any) -> Any:
+        return run_main(words_of(flags | changes), tmp_path)
+
+    assert run().returncode == 0
+    check_mistake(run(), "already holds a run", code=15)
+    check_mistake(run(overwrite_output_dir=True, train_file="nowhere.txt"), "there is no file 'nowhere.txt'")
     assert (tmp_path / "run" / "checkpoints" / "step-1").is_dir(), "a mistake must not cost the old run"
-    done = run_main(words_of(flags | {"overwrite_output_dir": True}), tmp_path)
+    done = run(overwrite_output_dir=True)
     assert done.returncode == 0, done.stdout
     assert "overwriting" in done.stdout

@@ -114,5 +114,5 @@ function hideTip() { tip.hidden = true; }
 document.addEventListener("mousemove", (event) => {
   const marked = event.target.closest ? event.target.closest("[data-tip]") : null;
   if (marked) showTip(marked.getAttribute("data-tip"), event);
-  else if (event.target.tagName !== "CANVAS") hideTip();
+  else hideTip();
 });

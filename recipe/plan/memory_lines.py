@@ -1,0 +1,420 @@
+"""The lines of a memory plan that the model itself takes: what a layer keeps for its backward, and what is short-lived.
+
+Each line is one expression in the letters of `Letters`. On plain numbers it gives bytes; on letters that know their
+names, which `Letters.named` makes, it gives the same bytes and the formula that they were computed by. Only dominant
+terms are counted: a peak is within 10 % of the storages that live in a real step.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from modeling.cost import MATRICES
+from recipe.plan.job import Job
+from recipe.plan.parameters import rank_parameters
+
+LEGEND = {
+    "T": "tokens of a group",
+    "t": "tokens of a rank",
+    "N": "ranks of a group",
+    "D": "hidden size",
+    "h": "query heads of a rank",
+    "g": "key-value heads of a rank",
+    "K": "head size",
+    "E": "experts",
+    "A": "experts per token",
+    "e": "experts that a rank computes",
+    "f": "their width on a rank",
+    "R": "rows of a rank's experts",
+    "w": "width of a dense layer on a rank",
+    "v": "vocabulary of a rank",
+    "c": "tokens whose logits exist at once",
+    "C": "chunks of a transfer",
+    "L": "layers with experts",
+    "b": "bytes of a number",
+    "P": "parameters of a rank of the group",
+    "P_attention": "of a layer's attention",
+    "P_experts": "of a layer's experts",
+    "P_dense": "of a dense layer",
+    "P_largest": "of the largest tensor",
+    "dp": "data-parallel ranks",
+    "M": "numbers of a bucket of gradients",
+}
+
+LETTERS = tuple(letter for letter in LEGEND if letter != "M")  # those of the model
+
+
+class Term(float):
+    """A number that knows the expression it was computed by: arithmetic on it gives terms.
+
+    Of alternatives (`max`, `min`) a term is the one that was taken.
+    """
+
+    text: str
+    is_sum: bool
+
+    def __new__(cls, value: float, text: str, *, is_sum: bool = False) -> "Term":
+        made = super().__new__(cls, value)
+        made.text, made.is_sum = text, is_sum
+        return made
+
+    @property
+    def _factor(self) -> str:
+        return f"({self.text})" if self.is_sum else self.text
+
+    def __add__(self, other: float) -> "Term":
+        return self if not other else Term(float(self) + other, f"{self.text} + {_text(other)}", is_sum=True)
+
+    def __radd__(self, other: float) -> "Term":
+        return self if not other else Term(other + float(self), f"{_text(other)} + {self.text}", is_sum=True)
+
+    def __sub__(self, other: float) -> "Term":
+        return Term(float(self) - other, f"{self.text} - {_text(other, as_factor=True)}", is_sum=True)
+
+    def __rsub__(self, other: float) -> "Term":
+        return Term(other - float(self), f"{_text(other)} - {self._factor}", is_sum=True)
+
+    def __mul__(self, other: float) -> "Term":
+        is_quotient = "/" in re.sub(r"\(.*?\)", "", self.text)  # which "a / b c" would not show
+        left = f"({self.text})" if is_quotient else self._factor
+        return _scaled(self, other, f"{left} {_text(other, as_factor=True)}")
+
+    def __rmul__(self, other: float) -> "Term":
+        return _scaled(self, other, f"{_text(other, as_factor=True)} {self._factor}")
+
+    def __truediv__(self, other: float) -> "Term":
+        divisor = _text(other, as_factor=True)
+        divisor = f"({divisor})" if " " in divisor and not divisor.startswith("(") else divisor
+        return (
+            self
+            if other == 1 and not isinstance(other, Term)
+            else Term(float(self) / other, f"{self._factor} / {divisor}")
+        )
+
+    def __ceil__(self) -> int:
+        return Term(math.ceil(float(self)), f"ceil({self.text})")  # type: ignore[return-value]
+
+
+def _text(number: float, *, as_factor: bool = False) -> str:
+    if isinstance(number, Term):
+        return number._factor if as_factor else number.text
+    return f"{number:.10g}"
+
+
+def _scaled(term: Term, other: float, text: str) -> Term:
+    text = re.sub(r"^([\d.]+) (?=\d)", r"\1 x ", text)  # two numbers would read as one
+    return term if other == 1 and not isinstance(other, Term) else Term(float(term) * other, text)
+
+
+def text_of(number: float) -> str:
+    """Return the expression that a number was computed by, or the number where it is none."""
+    return _text(number)
+
+
+class Letters(NamedTuple):
+    """One rank's share of a micro-batch: the letters of LEGEND, and what decides which lines there are.
+
+    extra   4 where float32 copies of b=2 numbers are made, else 0
+    gloo    a reduce-scatter on a CPU, which needs a second buffer and sums in float32
+    keeps   gathered tokens wait for the backward
+    static  buffers of the experts have the most rows that could come
+    again   these are made again in the backward: see modeling/experts.py
+    joins   documents are attended to one by one, and their outputs joined
+    """
+
+    T: float
+    t: float
+    N: float
+    D: float
+    h: float
+    g: float
+    K: float
+    E: float
+    A: float
+    e: float
+    f: float
+    R: float
+    w: float
+    v: float
+    c: float
+    C: float
+    L: float
+    b: float
+    P: float
+    P_attention: float
+    P_experts: float
+    P_dense: float
+    P_largest: float
+    dp: float
+    extra: int
+    gloo: bool
+    keeps: bool
+    regather: bool
+    static: bool
+    again: bool
+    joins: bool
+    clips: bool
+    strategy: str
+    qk_norm: str
+
+    def named(self) -> "Letters":
+        """Return the same with letters that know their names."""
+        named: Any = {letter: Term(getattr(self, letter), letter) for letter in LETTERS}
+        return self._replace(**named)
+
+
+class Line(NamedTuple):
+    """Bytes of one rank that are alive at a moment; `kind` is a field of MemoryPlan."""
+
+    what: str
+    kind: str
+    num_bytes: float
+
+
+Lines = list[Line]
+
+
+def letters_of(job: Job) -> Letters:
+    """Return the letters of a micro-batch of this job."""
+    sizes, layout, tp = job.sizes, job.layout, job.layout.tp
+    held, strategy, tokens = rank_parameters(sizes, layout), job.group_strategy, job.num_tokens
+    borrows = strategy == "gather_weights"
+    experts = sizes.num_experts if borrows else sizes.num_experts // layout.ep
+    return Letters(
+        T=tokens,
+        t=job.tokens_per_rank,
+        N=tp,
+        D=sizes.hidden_size,
+        h=sizes.num_attention_heads // tp,
+        g=max(sizes.num_key_value_heads // tp, 1),
+        K=sizes.head_dim,
+        E=sizes.num_experts,
+        A=sizes.num_experts_per_tok,
+        e=max(experts, 1),
+        f=sizes.moe_intermediate_size // (1 if borrows else layout.etp),
+        R=_rows(job, num_experts=experts),
+        w=sizes.intermediate_size // tp,
+        v=-(-sizes.vocab_size // tp),
+        c=min(-(-tokens // job.num_chunks), job.head_rows),
+        C=job.num_chunks,
+        L=sizes.num_moe_layers,
+        b=job.element_bytes,
+        P=held.total(sizes),
+        P_attention=held.attention,
+        P_experts=held.experts,
+        P_dense=held.dense,
+        P_largest=held.largest,
+        dp=layout.dp,
+        extra=4 if job.element_bytes < 4 else 0,
+        gloo=job.device == "cpu",
+        keeps=tp > 1 and not job.wire.regather,
+        regather=job.wire.regather,
+        static=job.static_rows,
+        again=job.static_rows and tp > 1 and strategy == "gather_tokens" and experts < sizes.num_experts,
+        joins=job.is_packed and job.device == "cpu",
+        clips=job.model.get("clip_qkv") is not None,
+        strategy=strategy,
+        qk_norm=sizes.qk_norm,
+    )
+
+
+def _rows(job: Job, *, num_experts: int) -> float:
+    """Return the rows of the busiest rank, or the most that could come; slices of every expert are equally busy."""
+    active, layout = job.sizes.num_experts_per_tok, job.layout
+    if layout.tp == 1 or job.group_strategy == "gather_weights":
+        return job.tokens_per_rank * active
+    if job.group_strategy == "all_to_all" or not job.static_rows:
+        return job.num_tokens * active / layout.ep * (job.rho if layout.ep > 1 else 1)
+    return job.num_tokens * min(active, num_experts)
+
+
+def attention_inputs(s: Letters) -> Lines:
+    """Return what attention needs to the end of its backward."""
+    residuals = Line("layer's input, and after attention", "activations", 2 * s.t * s.D * s.b)
+    return [residuals, _tokens_kept(s, "attention")]
+
+
+def attention_products(s: Letters) -> Lines:
+    """Return what goes with the gradients of q, k and v."""
+    lines = [
+        Line("q, k and v", "activations", s.T * (s.h + 2 * s.g) * s.K * s.b),
+        Line("attention's output", "activations", (1 + s.joins) * s.T * s.h * s.K * s.b),
+        Line("log-sum-exps, norms' scales", "activations", 4 * (s.T * s.h + 2 * s.t)),
+    ]
+    if s.qk_norm == "head":
+        lines.append(Line("q and k before their norms", "activations", s.T * (s.h + s.g) * (s.K * s.b + 4)))
+    elif s.qk_norm == "full":
+        lines.append(Line("q and k before and in their norms", "activations", 8 * s.T * (s.h + s.g) * s.K))
+    if s.clips:
+        lines.append(Line("q, k and v before clipping", "activations", s.T * (s.h + 2 * s.g) * s.K * s.b))
+    return lines
+
+
+def experts_kept(s: Letters) -> Lines:
+    """Return what a forward of router and experts keeps."""
+    lines = [
+        Line("router's input", "activations", 4 * s.t * s.D),
+        Line("router's logits and scores", "activations", 8 * s.t * s.E),
+        Line("router's choice and its weights", "activations", 20 * s.t * s.A),
+    ]
+    if s.strategy == "all_to_all":
+        lines += [
+            Line("rows that came", "activations", s.R * s.D * s.b),
+            Line("outputs that came back, plain and weighted", "activations", 8 * s.t * s.A * s.D),
+            Line("their order and slots", "activations", 20 * s.R + 8 * s.t * s.A),
+        ]
+    else:
+        gathers = s.strategy == "gather_tokens"
+        if s.keeps and gathers:
+            lines.append(_gathered(s, "tokens gathered for the experts"))
+        elif s.extra:
+            lines.append(Line("experts' input", "activations", s.t * s.D * s.b))
+        slots = 12 if s.N > 1 and gathers else 8
+        tokens = s.T if gathers else s.t
+        lines.append(Line("slots and weights of tokens' choices", "activations", slots * tokens * s.A))
+    if not s.again:
+        lines.append(Line("gate and up products", "activations", 2 * s.R * s.f * s.b))
+    return lines
+
+
+def dense_kept(s: Letters) -> Lines:
+    """Return what a dense layer's forward keeps: gate, up, silu(gate), and silu(gate) times up."""
+    return [_tokens_kept(s, "the dense layer"), Line("its products", "activations", 4 * s.T * s.w * s.b)]
+
+
+def _tokens_kept(s: Letters, where: str) -> Line:
+    if s.keeps:
+        return _gathered(s, f"tokens gathered for {where}")
+    return Line(f"normed input of {where}", "activations", s.t * s.D * s.b)
+
+
+def _gathered(s: Letters, what: str) -> Line:
+    return Line(what, "gathered", s.T * s.D * s.b)
+
+
+def _residual(s: Letters) -> Line:
+    return Line("gradient of the residual", "activations", s.t * s.D * s.b)
+
+
+def _sums_sent(s: Letters) -> Lines:
+    """Return a rank's sums as they are scattered: what is sent, gloo's second buffer and float32 sums, the result."""
+    if s.N == 1:
+        return []
+    lines = [Line("sums, as sent and as received", "activations", (s.T + s.t) * s.D * s.b)]
+    if s.gloo:
+        second = s.T * s.D * (s.b + s.extra) + s.extra * s.t * s.D
+        lines.append(Line("gloo's second buffer of them", "activations", second))
+    return lines
+
+
+def _fullest(*stages: Lines) -> Lines:
+    return max(stages, key=total)
+
+
+def total(lines: Sequence[Line]) -> float:
+    """Return the bytes of some lines together."""
+    return math.fsum(line.num_bytes for line in lines)
+
+
+def head_working(s: Letters) -> Lines:
+    """Return what lives beside all layers' activations in the head: a slice's logits, or gradients that are sent."""
+    logits = [
+        Line("logits at a time, and their gradient", "logits", s.c * s.v * (4 + s.b if s.extra else 4)),
+        Line("gradients of gathered tokens", "logits", s.T * s.D * s.b / s.C),
+    ]
+    if s.extra:
+        logits.append(Line("a slice's part of the head's gradient", "logits", s.v * s.D * s.b))
+    lines = [
+        Line("layers' output and its gradient", "activations", 3 * s.t * s.D * s.b),
+        Line("rotary tables, ids, targets", "activations", 32 * s.T),
+        Line("the head's gradient in float32", "logits", 4 * s.v * s.D),
+        *_fullest(logits, _sums_sent(s)),
+    ]
+    return [*lines, _gathered(s, "tokens for the head")] if s.N > 1 else lines
+
+
+def attention_working(s: Letters) -> Lines:
+    """Return all that a layer's attention has beside its inputs, at the fullest of its backward's parts."""
+    heads = s.T * (s.h + 2 * s.g) * s.K * s.b
+    products = attention_products(s)
+    out_weights = Line("gradient of the output's weights", "gradients", s.P_attention * s.b * s.h / (2 * (s.h + s.g)))
+    of_output = [*products, Line("gradient of attention's output", "activations", s.T * s.h * s.K * s.b)]
+    scores = s.T * ((2 + s.joins) * s.h + 2 * s.g) * s.K * s.b
+    of_scores = [*products, Line("gradients of output, q, k and v", "activations", scores), out_weights]
+    of_norms = [Line("norms' gradients in float32", "activations", s.T * (20 * s.h + 8 * s.g) * s.K), out_weights]
+    of_inputs = [Line("gradients of q, k and v", "activations", heads)]
+    if s.N == 1:
+        of_inputs.append(Line("gradients of the input", "activations", 2 * s.t * s.D * s.b))
+    else:
+        of_output.append(_gathered(s, "gradients for attention"))
+        of_inputs += [
+            Line("the same in one tensor", "activations", heads),
+            Line("attention's weights and their gradients", "gradients", 1.5 * s.P_attention * s.b),
+            *_sums_sent(s),
+        ]
+        if s.regather:
+            of_inputs.append(_gathered(s, "tokens for attention"))
+    return [_residual(s), *_fullest(of_output, of_scores, of_norms if s.qk_norm != "none" else [], of_inputs)]
+
+
+def dense_working(s: Letters) -> Lines:
+    """Return what a dense layer's backward adds to its four products, at the fullest of its parts."""
+    down = Line("gradient of the last weights", "gradients", s.P_dense * s.b / MATRICES)
+    of_output = [Line("gradient of the product", "activations", (1 if s.C == 1 else 3) * s.T * s.w * s.b), down]
+    of_product = [Line("gradients of the product and its factors", "activations", 2 * s.T * s.w * s.b), down]
+    of_inputs = [Line("gradients of the weights", "gradients", s.P_dense * s.b)]
+    if s.N == 1:
+        of_inputs.append(Line("gradients of the input", "activations", 2 * s.t * s.D * s.b))
+    else:
+        of_output.append(_gathered(s, "gradients for the dense layer"))
+        joined = Line("weights in one tensor", "gradients", 2 * s.P_dense * s.b / MATRICES)
+        of_inputs += [joined, *_sums_sent(s)]
+        if s.regather:
+            of_inputs.append(_gathered(s, "tokens for the dense layer"))
+    return [_residual(s), *_fullest(of_output, of_product, of_inputs)]
+
+
+def experts_working(s: Letters) -> Lines:
+    """Return what the experts' backward adds: while tokens' gradients are made or sent, or when the weights' are."""
+    borrows, gathers = s.strategy == "gather_weights", s.strategy == "gather_tokens" and s.N > 1
+    tokens = s.R if s.strategy == "all_to_all" else s.t if borrows else s.T
+    lines = [
+        _residual(s),
+        Line("gradient of the experts' input", "activations", s.t * s.D * s.b),
+        Line("activations and gradients of all rows", "activations", 3 * s.R * s.f * s.b),
+        Line("order of the rows", "activations", 16 * s.T * s.A + 8 * s.R),
+    ]
+    if s.again:
+        lines.append(Line("gate and up products, again", "activations", 2 * s.R / s.C * s.f * s.b))
+    if borrows:
+        lines.append(Line("all slices of the experts", "gathered", MATRICES * s.E * s.f * s.D * s.b))
+    if gathers:
+        lines.append(_gathered(s, "gradients for the experts"))
+        if s.regather:
+            lines.append(_gathered(s, "tokens for the experts"))
+    # The loop holds the rows of one expert at a time, the grouped product those of all.
+    if s.static:
+        rows, outputs = s.R / s.C, s.R * s.D * (s.b + 4)
+        summed = rows * s.D * s.b + 16 * tokens / s.C * s.D
+        most = max(rows * (2 * s.D - s.f) * s.b, rows * s.f * (12 if s.extra else 4), summed)
+        of_rows = [
+            Line("products and gradients of rows", "activations", 5 * rows * s.f * s.b),
+            Line("outputs' gradients, or sums by token", "activations", most),
+        ]
+    else:
+        rows, outputs = s.R / s.e, s.R / s.e * s.D * (2 * s.b + 4)
+        of_rows = [
+            Line("sums of the tokens' gradients", "activations", 4 * tokens / s.C * s.D),
+            Line("rows of one expert", "activations", 4 * rows / s.C * (3 * s.f + 2 * s.D)),
+        ]
+    of_weights = [
+        Line("gradients of the experts", "gradients", (s.N if borrows else 1) * s.P_experts * s.b),
+        Line("gradients of outputs", "activations", outputs),
+    ]
+    sent = _sums_sent(s) if gathers else []
+    if borrows:
+        wide = s.extra if s.gloo else 0  # gloo sums in float32, from a second buffer
+        whole = ((3 if s.gloo else 2) * s.b + wide) * s.N * s.P_experts
+        sent = [Line("gradients of all slices, and as sent", "gradients", whole + (s.b + wide) * s.P_experts)]
+    return [*lines, *_fullest(of_rows, sent, of_weights)]

@@ -1,0 +1,282 @@
+"""Exported folders in use: Trainer, TRL, ZeRO-3 saves that are whole, padded batches, more tokens, README's lines."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.hf.fine_tuning import check_saved, save_finetuned
+from tests.engine_runs import Case
+from tests.exports import CONFIGS, export, read_export
+from tests.ranks import run_ranks
+from tests.referee import LOGITS_ATOL, Tensors, assert_all_match, full_state, mixed_config, tiny_config
+from tests.tuning import (
+    Exported,
+    adapters,
+    ids,
+    open_model,
+    open_with_adapters,
+    plain_engine,
+    plain_settings,
+    trainer,
+    training_arguments,
+)
+
+PAD, VOCAB, ADDED = 0, 51, 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "gather_moe", "adapters"])
+@pytest.mark.requirement("R-CKPT-03")
+def test_in_trainer_the_schedule_goes_on(name: str, exported: Exported, tmp_path: Path) -> None:
+    """The model is opened from the checkpoint: of its files Trainer itself puts only those tensors back that it finds.
+
+    Experts, whose files hold one by one what the model holds together, it would leave as they were.
+    """
+    options = {"lr_scheduler_type": "cosine", "warmup_steps": 5, "max_steps": 20, "save_strategy": "steps"}
+    logs = []
+    for checkpoint in (None, tmp_path / "checkpoint-8"):
+        if name == "adapters":
+            model = open_with_adapters(exported("mixtral"))
+        else:
+            model = open_model(checkpoint or exported(name))
+        run = trainer(model, training_arguments(tmp_path, save_steps=8, **options))
+        run.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        steps = [line for line in run.state.log_history if "loss" in line and line["step"] > 8]
+        logs.append([(line["step"], line["learning_rate"], line["loss"]) for line in steps])
+    assert [step for step, _, _ in logs[0]] == list(range(9, 21))
+    assert logs[0] == logs[1]
+    assert len({rate for _, rate, _ in logs[0]}) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "gather_moe"])
+@pytest.mark.requirement("R-FT-05")
+def test_in_trainer_checkpointing_changes_no_adapter(name: str, exported: Exported, tmp_path: Path) -> None:
+    tuned = []
+    for options in ({}, {"gradient_checkpointing": True}):
+        model = open_with_adapters(exported(name))
+        trainer(model, training_arguments(tmp_path, max_steps=2, **options)).train()
+        tuned.append({key: p.detach() for key, p in adapters(model).items()})
+    assert_all_match(*tuned, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "gather_moe"])
+def test_trl_learns_completions_alone(name: str, exported: Exported, tmp_path: Path) -> None:
+    """By TRL's defaults, activation checkpointing among them: the loss it reports is that of plain torch."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    model = open_model(exported(name))
+    logits = model(ids()).logits[:, 9:-1].flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(logits, ids()[:, 10:].flatten()).item()
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(51)}, unk_token="0"))
+    rows = [{"input_ids": row, "completion_mask": [0] * 10 + [1] * 6} for row in ids().tolist()]
+    options = {"max_steps": 1, "logging_steps": 1, "bf16": False, "use_cpu": True, "disable_tqdm": True}
+    run = SFTTrainer(
+        model,
+        SFTConfig(str(tmp_path), completion_only_loss=True, save_strategy="no", **options),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="0"),
+    )
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    run.train()
+    assert model.is_gradient_checkpointing
+    assert run.state.log_history[0]["loss"] == pytest.approx(want, abs=LOGITS_ATOL)
+    assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters() if "experts" in key)
+
+
+@contextmanager
+def trainers_state() -> Iterator[None]:
+    """Whatever Trainer leaves behind in the process for the next one to find, taken back."""
+    from accelerate.state import AcceleratorState
+    from deepspeed.utils import groups
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    environment = dict(os.environ)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # asked for, but the ranks have met already
+    groups.mpu = None  # that of the engine before, whose groups have ended
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(True)
+        unset_hf_deepspeed_config()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def train_under_zero(
+    rank: int, world_size: int, folder: Path, out: Path, *, stage: int, flag: bool | None, with_adapters: bool
+) -> None:
+    """Two steps of Trainer under DeepSpeed, saved by Trainer in `theirs` and by us in `ours`."""
+    from recipe.engine.engine import join_communication
+
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if flag is not None:
+        zero["stage3_gather_16bit_weights_on_model_save"] = flag
+    settings = {
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    join_communication()
+    with trainers_state():
+        # The arguments first: under ZeRO-3 from_pretrained then loads into parts.
+        arguments = training_arguments(out, max_steps=2, deepspeed=settings)
+        run = trainer(open_with_adapters(folder) if with_adapters else open_model(folder), arguments)
+        assert run.accelerator.num_processes == world_size
+        run.train()
+        run.save_model(str(out / "theirs"))
+        save_finetuned(run.model, out / "ours")
+
+
+def tune(folder: Path, out: Path, **options: Any) -> tuple[Tensors, Tensors]:
+    """What Trainer saved after a training on two ranks, and what we did."""
+    run_ranks(train_under_zero, 2, folder, out, **options)
+    return read_export(out / "theirs"), read_export(out / "ours")
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("R-FT-02")
+def test_adapters_of_trainer_are_whole_under_zero_3(exported: Exported, tmp_path: Path) -> None:
+    saved = [
+        tune(exported("gather_moe"), tmp_path / str(stage), stage=stage, flag=None, with_adapters=True)
+        for stage in (0, 3)
+    ]
+    [(want, _), (theirs, ours)] = saved
+    assert len(want) == 32
+    for got in (theirs, ours):
+        assert got.keys() == want.keys()
+        assert_all_match(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", [None, False, True])
+@pytest.mark.requirement("R-CKPT-06")
+def test_trainer_under_zero_3(flag: bool | None, exported: Exported, tmp_path: Path) -> None:
+    """Without the flag Trainer leaves no weights at all, none that are empty; save_finetuned needs no flag."""
+    theirs, ours = tune(exported("mixtral"), tmp_path, stage=3, flag=flag, with_adapters=False)
+    start = read_export(exported("mixtral"))
+    assert theirs.keys() == (start.keys() if flag else set())
+    assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in start.items()}
+    assert not any(torch.equal(tensor, start[key]) for key, tensor in ours.items())
+    assert_all_match(theirs, ours, atol=0)
+
+
+def counting(first: int, stride: int, *, length: int) -> list[int]:
+    """Tokens 1 to 50 in steps of a stride, around and around: two of them say how it goes on."""
+    return [(first + stride * i) % (VOCAB - 1) + 1 for i in range(length)]
+
+
+def trained(folder: Path) -> Any:
+    """The folder's model after 150 steps of learning to count."""
+    generator = torch.Generator().manual_seed(0)
+    model = open_model(folder).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(150):
+        draws = torch.randint(0, 50, (16, 2), generator=generator).tolist()
+        batch = torch.tensor([counting(first, stride % 3 + 1, length=20) for first, stride in draws])
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
+    """Input ids and attention mask with the padding on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.requirement("R-FT-03")
+def test_left_padding_changes_no_token(name: str, exported: Exported) -> None:
+    model = trained(exported(name))
+    prompts = [counting(4, 1, length=2), counting(30, 2, length=9), counting(17, 3, length=5)]
+    batch = padded(prompts)
+    for use_cache in (True, False):
+        options = {"max_new_tokens": 10, "do_sample": False, "use_cache": use_cache, "pad_token_id": PAD}
+        together = model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :].tolist()
+        alone = [model.generate(**padded([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+        assert together == alone
+        assert all(len(set(tokens)) > 3 for tokens in alone), "the model has not learnt to say different things"
+    logits = model(**batch).logits
+    for row, prompt in enumerate(prompts):
+        want = model(input_ids=torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(logits[row, -len(prompt) :], want, atol=LOGITS_ATOL, rtol=0)
+
+
+class Growth(NamedTuple):
+    """Rows of the embedding and of the head right after the resize and after one step, and the sizes told."""
+
+    before: list[Tensor]
+    after: list[Tensor]
+    told: set[int]
+
+
+def grow(rank: int, world_size: int, folder: Path, stage: int, out: Path) -> Growth:
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    from recipe.checkpoint.native import full_precision_shard
+
+    settings = plain_settings(stage, num_sequences=4)
+
+    def rows(model: Any) -> list[Tensor]:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        return [full_precision_shard(end.weight).clone() for end in ends]
+
+    with ExitStack() as stack:
+        keep_alive = HfDeepSpeedConfig(settings)  # from_pretrained then loads into ZeRO-3's parts
+        stack.callback(unset_hf_deepspeed_config)
+        model = open_model(folder).train()
+        torch.manual_seed(0)
+        model.resize_token_embeddings(VOCAB + ADDED)
+        engine = plain_engine(model, settings)
+        before = rows(model)
+        ids = torch.arange(4 * 14).view(4, 14).clamp(max=VOCAB + ADDED - 1)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        save_finetuned(engine.module, out)
+        told = {model.config.vocab_size, model.lm_head.out_features, model.get_input_embeddings().num_embeddings}
+        assert keep_alive.is_zero3() == (stage == 3)
+        return Growth(before, rows(model), told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gather_moe"])
+@pytest.mark.requirement("R-FT-04")
+def test_three_more_tokens(kind: str, tied: bool, stage: int, tmp_path: Path) -> None:
+    make = tiny_config if kind == "qwen3_moe" else mixed_config
+    config = make(vocab_size=VOCAB, qk_norm="head" if kind == "qwen3_moe" else "none", tie_word_embeddings=tied)
+    state = full_state(config)
+    assert run_ranks(export, 1, config, state, Case(), tmp_path / "hf") == [kind]
+    [growth] = run_ranks(grow, 1, tmp_path / "hf", stage, tmp_path / "grown")
+    assert growth.told == {VOCAB + ADDED}
+    names = ["model.embed_tokens.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"]
+    for name, before, after in zip(names, growth.before, growth.after, strict=True):
+        assert before.shape == after.shape == (VOCAB + ADDED, config.hidden_size)
+        assert torch.equal(before[:VOCAB], state[name])
+        assert ((before != after).any(dim=1))[VOCAB:].all()
+    check_saved(tmp_path / "grown")
+    assert all(tensor.numel() for tensor in read_export(tmp_path / "grown").values())
+    model = open_model(tmp_path / "grown")
+    assert model.config.vocab_size == VOCAB + ADDED
+    for end, after in zip((model.get_input_embeddings(), model.get_output_embeddings()), growth.after, strict=True):
+        assert torch.equal(end.weight, after)
+    assert model(torch.tensor([[VOCAB + ADDED - 1]])).logits.shape == (1, 1, VOCAB + ADDED)

@@ -1,0 +1,152 @@
+"""Starts the entry script as users do, in a session of its own that ends with the test, whatever happens in it."""
+
+import fcntl
+import functools
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
+
+from tests.ranks import with_libraries
+from tests.training import Flags
+
+ROOT = Path(__file__).parents[1]
+LAUNCHER = str(Path(sys.executable).parent / "deepspeed")
+LIMIT_S = 150
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
+CACHES = {"TORCH_EXTENSIONS_DIR": "extensions", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
+
+
+def own_caches() -> dict[str, str]:
+    """Variables that keep the tests out of the user's caches, for this process and what it starts.
+
+    A compile of an extension that was killed leaves a `lock` on which every later start waits for ever. So the first
+    session of tests to come clears the locks of the sessions before it, which it can tell from those at work beside it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"gather-moe-tests-{os.getuid()}"
+    _join_sessions(folder)
+    return {name: str(folder / cache) for name, cache in CACHES.items()}
+
+
+@functools.cache
+def _join_sessions(folder: Path) -> IO[str]:
+    """Hold the folder together with other sessions of tests; the file that is returned must stay open."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    sessions = (folder / "sessions").open("a")
+    try:
+        fcntl.flock(sessions, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pass
+    else:
+        for lock in folder.glob("extensions/**/lock"):
+            lock.unlink()
+    fcntl.flock(sessions, fcntl.LOCK_SH)
+    return sessions
+
+
+def words_of(flags: Flags) -> list[str]:
+    """Write flags as words of a command line."""
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The variables of a launched run on CPU."""
+    kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**kept, **own_caches(), "PATH": path, "DS_ACCELERATOR": "cpu", **changes}
+
+
+@contextmanager
+def running(command: Sequence[str], **changes: str) -> Iterator["subprocess.Popen[str]"]:
+    """A command with stdout and stderr in one pipe; every process of its session is gone when the context ends."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(**changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        end_session(process.pid)
+        process.communicate()
+
+
+def end_session(session: int) -> None:
+    """Kill every process of a session; launchers put ranks into process groups of their own."""
+    import psutil
+
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session:
+                process.kill()
+        except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            continue
+
+
+def launch_command(words: Sequence[str], *, num_ranks: int | str | None = None) -> list[str]:
+    """The script by plain python, or under the deepspeed launcher; with "all" that is not told a number."""
+    if num_ranks is None:
+        return [sys.executable, "run_pretrain.py", *words]
+    number = [] if num_ranks == "all" else ["--num_accelerators", str(num_ranks)]
+    return [LAUNCHER, *number, "run_pretrain.py", *words]
+
+
+def launch(
+    words: Sequence[str], *, num_ranks: int | str | None = None, **changes: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run the script to its end; stdout and stderr together."""
+    command = launch_command(words, num_ranks=num_ranks)
+    with running(command, **changes) as process:
+        said, _ = process.communicate(timeout=LIMIT_S)
+    return subprocess.CompletedProcess(command, process.returncode, said)
+
+
+def run_main(
+    words: list[str], folder: Path, *, num_ranks: int = 1, program: str = "run_pretrain", **changes: str
+) -> SimpleNamespace:
+    """Run `python PROGRAM.py WORDS`, or as many ranks of one launcher, in processes that have the libraries loaded.
+
+    Returns stdout and stderr of all ranks together, and the exit code that all of them ended with.
+    """
+    out, context, processes = folder / "said.txt", with_libraries(), []
+    out.write_text("")
+    deadline_s = time.monotonic() + LIMIT_S
+    try:
+        for rank in range(num_ranks):
+            ids = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)} if num_ranks > 1 else {}
+            process = context.Process(target=_main, args=(program, words, environment(**ids, **changes), out))
+            process.start()
+            processes.append(process)
+        for process in processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    (code,) = {process.exitcode for process in processes}
+    return SimpleNamespace(returncode=code, stdout=out.read_text())
+
+
+def _main(program: str, words: list[str], variables: dict[str, str], out: Path) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    with out.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(importlib.import_module(program).main(words))
+
+
+def shared_memory() -> set[str]:
+    """Names of DeepSpeed's buffers in shared memory, which no run may leave."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("deepspeed")}
