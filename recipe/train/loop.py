@@ -193,9 +193,10 @@ class TrainingLoop:
         """Take one optimizer step and return the gradient norm."""
         engine, progress = self._engine, self._progress
         progress.step += 1
+        learning_rate = self._learning_rate()
         counts = engine.count(step.micro_batches)
         sums = engine.accumulate(step.micro_batches, counts=counts)
-        grad_norm = engine.update(learning_rate=self._learning_rate())
+        grad_norm = engine.update(learning_rate=learning_rate)
         progress.position = step.position
         progress.expert_counts.add(sums.expert_counts)
         progress.meter.add(
