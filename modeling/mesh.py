@@ -24,11 +24,11 @@ class ParallelMesh:
     dp_group: ProcessGroup | None
     kv_group: ProcessGroup | None
 
-    @property
+    @cached_property
     def group_rank(self) -> int:
         return self.rank % self.layout.tp
 
-    @property
+    @cached_property
     def dp_rank(self) -> int:
         return self.rank // self.layout.tp
 
@@ -37,17 +37,17 @@ class ParallelMesh:
         """The group the layers communicate in; None for a group of one, where nothing has to travel."""
         return self.tp_group if self.layout.tp > 1 else None
 
-    @property
+    @cached_property
     def ep_rank(self) -> int:
         return self.group_rank // self.layout.etp
 
-    @property
+    @cached_property
     def expert_peers(self) -> list[int]:
         """For every share of the experts the rank of the group that holds this rank's slice of them."""
         etp = self.layout.etp
         return list(range(self.group_rank % etp, self.layout.tp, etp))
 
-    @property
+    @cached_property
     def dp_ranks(self) -> list[int]:
         """Global ranks of the data-parallel group."""
         return [dp * self.layout.tp + self.group_rank for dp in range(self.layout.dp)]
