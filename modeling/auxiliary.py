@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
-from .comm import total_over_group
+from .comm import scope, total_over_group
 from .config import GatherMoeConfig
 from .copies import ExpertsWithCopies, largest_loads, least_loads
-from .execution import scope
 from .mesh import ParallelMesh
 from .router import RouterStatistics, expert_capacity
 

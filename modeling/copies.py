@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .comm import RowSplits, all_to_all_rows, wide
+from .comm import RowSplits, all_to_all_rows, scope, wide
 from .config import GatherMoeConfig
-from .execution import Execution, check_copies, resident_faults, scope
+from .execution import Execution, check_copies, resident_faults
 from .experts import GatherMoeExperts
 from .linear import autocast_inputs
 from .mesh import ParallelMesh

@@ -1,12 +1,10 @@
 """How a training step is executed, as opposed to which function the model computes: one frozen `Execution`.
 
 Standard library only. It travels beside the mesh, never in the model's configuration, so nothing that is exported says
-anything about it. A checkpoint loads with the defaults, on one process. Its scopes name a step's parts as it runs.
+anything about it. A checkpoint loads with the defaults, on one process.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 from .layout import STRATEGIES
@@ -122,24 +120,3 @@ def check_experts_divide(num_experts: int, *, num_ranks: int) -> None:
     if num_ranks < 1 or num_experts % num_ranks:
         allowed = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise ValueError(f"{num_experts} experts cannot be spread over ep={num_ranks}; ep must be one of {allowed}")
-
-
-_SCOPE: ContextVar[str] = ContextVar("scope", default="other")
-
-
-@contextmanager
-def scope(name: str) -> Iterator[None]:
-    """Name what runs inside, as a context manager or a decorator; the innermost scope counts.
-
-    A microsecond around a whole collective, and nothing where a CUDA graph is replayed.
-    """
-    token = _SCOPE.set(name)
-    try:
-        yield
-    finally:
-        _SCOPE.reset(token)
-
-
-def current_scope() -> str:
-    """The innermost scope of the code that is running, "other" outside of any."""
-    return _SCOPE.get()

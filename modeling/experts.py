@@ -21,13 +21,14 @@ from .comm import (
     GatherInChunks,
     ScatterInChunks,
     Transfer,
+    scope,
     start_gather,
     start_scatter,
     tokens_again,
     tokens_to_keep,
 )
 from .config import GatherMoeConfig
-from .execution import Execution, scope
+from .execution import Execution
 from .experts_grouped import GroupedExperts, grouped_backend
 from .experts_loop import LoopExperts
 from .linear import autocast_inputs

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .comm import Chunks, GatherInChunks, ScatterInChunks, tokens_again, tokens_to_keep
-from .execution import scope
+from .comm import Chunks, GatherInChunks, ScatterInChunks, scope, tokens_again, tokens_to_keep
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .comm import RowSplits, all_to_all_rows, cut_in_chunks, exchange_rows, start_routing, start_tokens, wide
+from .comm import RowSplits, all_to_all_rows, cut_in_chunks, exchange_rows, scope, start_routing, start_tokens, wide
 from .config import GatherMoeConfig
 from .copies import ExpertsWithCopies
 from .cost import MoeTraffic, choose_strategy
-from .execution import Execution, scope
+from .execution import Execution
 from .experts import GatherMoeExperts
 from .linear import Linear, autocast_inputs, check_plain, gather_linear, linear_scatter, plain_weight
 from .mesh import ParallelMesh

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .comm import all_gather_rows, wide
+from .comm import all_gather_rows, scope, wide
 from .config import GatherMoeConfig
-from .execution import scope
 from .mesh import ParallelMesh
 from .noise import jitter
 

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .comm import Chunks, GatherInChunks, ScatterInChunks, wide
+from .comm import Chunks, GatherInChunks, ScatterInChunks, scope, wide
 from .cost import HEAD_CHUNK_BYTES, head_rows
-from .execution import scope
 from .linear import autocast_inputs, linear
 from .mesh import ParallelMesh
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from modeling.comm import current_scope
 from modeling.cost import ID_BYTES, WEIGHT_BYTES
-from modeling.execution import current_scope
 from modeling.mesh import ParallelMesh
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from modeling.execution import current_scope
+from modeling.comm import current_scope
 from modeling.moe import GatherMoeMlp
 
 GATHERS = ("all_gather", "allgather")  # in the names of operators whose result holds other ranks' numbers

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from modeling.auxiliary import TokenSums
+from modeling.comm import scope
 from modeling.config import GatherMoeConfig
 from modeling.copies import choose_copies
-from modeling.execution import scope
 from modeling.init import full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
