@@ -30,7 +30,7 @@ FP8_SCALE_BYTES = 4
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in float32, or as it is where it is wider already."""
+    """Return x in float32, or as it is where it is wider already."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -45,12 +45,12 @@ class Transfer(Generic[Result]):
         return self._result()
 
     def then(self, change: Callable[[Result], Changed]) -> "Transfer[Changed]":
-        """The same transfer, whose result is changed on arrival."""
+        """Return the same transfer, whose result is changed on arrival."""
         return Transfer(self._work, lambda: change(self._result()))
 
 
 def start_gather(x: Tensor, group: ProcessGroup, *, out: Tensor | None = None) -> Transfer[Tensor]:
-    """[t, ...] -> [T, ...]: all ranks' rows in rank order, into `out` where given."""
+    """Start to gather all ranks' rows in rank order: [t, ...] -> [T, ...], into `out` where given."""
     result = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:]) if out is None else out
     # The name before torch 2.13, which warns from then on.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,7 +59,7 @@ def start_gather(x: Tensor, group: ProcessGroup, *, out: Tensor | None = None) -
 
 
 def start_scatter(x: Tensor, group: ProcessGroup, *, out: Tensor | None = None) -> Transfer[Tensor]:
-    """[T, ...] -> [t, ...]: the sum over the ranks of this rank's rows, into `out` where given."""
+    """Start to sum the ranks' parts of this rank's rows: [T, ...] -> [t, ...], into `out` where given."""
     size = dist.get_world_size(group)
     result = x.new_empty(x.shape[0] // size, *x.shape[1:]) if out is None else out
     sent = x.detach().contiguous()
@@ -74,7 +74,7 @@ def start_scatter(x: Tensor, group: ProcessGroup, *, out: Tensor | None = None) 
 
 
 def _sum_parts(parts: Tensor, out: Tensor) -> Tensor:
-    """The sum over the first dim in its order, in float32 at least and rounded once."""
+    """Sum over the first dim in its order, in float32 at least and rounded once."""
     if out.dtype in (torch.bfloat16, torch.float16):
         return out.copy_(parts.float().sum(0))
     torch.add(parts[0], parts[1], out=out)
@@ -84,12 +84,12 @@ def _sum_parts(parts: Tensor, out: Tensor) -> Tensor:
 
 
 def all_gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[t, ...] -> [T, ...], waited for."""
+    """Gather [t, ...] -> [T, ...] and wait."""
     return start_gather(x, group).finish()
 
 
 def reduce_scatter_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[T, ...] -> [t, ...], waited for."""
+    """Sum and scatter [T, ...] -> [t, ...] and wait."""
     return start_scatter(x, group).finish()
 
 
@@ -100,12 +100,12 @@ class RowSplits(NamedTuple):
     receive: list[int]
 
     def turned(self) -> "RowSplits":
-        """The way back."""
+        """Return the splits of the way back."""
         return RowSplits(self.receive, self.send)
 
 
 def all_to_all_rows(x: Tensor, splits: RowSplits, group: ProcessGroup) -> Tensor:
-    """Rows to whom they belong, waited for: [sum(send), ...] -> [sum(receive), ...], both in rank order."""
+    """Send rows to the ranks they belong to and wait: [sum(send), ...] -> [sum(receive), ...], both in rank order."""
     out = x.new_empty(sum(splits.receive), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), splits.receive, splits.send, group=group)
     return out
@@ -155,31 +155,31 @@ class Chunks:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def rows(self, k: int) -> slice:
-        """Chunk k among this rank's rows."""
+        """Return where chunk k is among this rank's rows."""
         return slice(self._bound(k), self._bound(k + 1))
 
     def gathered_rows(self, k: int) -> slice:
-        """Chunk k among all ranks' rows in chunk order."""
+        """Return where chunk k is among all ranks' rows in chunk order."""
         return slice(self.size * self._bound(k), self.size * self._bound(k + 1))
 
     def _bound(self, k: int) -> int:
         return chunk_bound(k, num_rows=self.num_tokens, num_chunks=self.num_chunks)
 
     def to_chunk_order(self, x: Tensor) -> Tensor:
-        """[T, ...] in token order -> chunk order."""
+        """Reorder [T, ...] from token order to chunk order."""
         if self.num_chunks == 1:
             return x
         return torch.cat([self.pick(x, k) for k in range(self.num_chunks)])
 
     def to_token_order(self, x: Tensor) -> Tensor:
-        """[T, ...] in chunk order -> token order."""
+        """Reorder [T, ...] from chunk order to token order."""
         if self.num_chunks == 1:
             return x
         parts = [x[self.gathered_rows(k)].unflatten(0, (self.size, -1)) for k in range(self.num_chunks)]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def pick(self, x: Tensor, k: int) -> Tensor:
-        """Chunk k of [T, ...] in token order: [N * c, ...]."""
+        """Pick chunk k [N * c, ...] of [T, ...] in token order."""
         return x if self.num_chunks == 1 else x.unflatten(0, (self.size, -1))[:, self.rows(k)].flatten(0, 1)
 
 
@@ -222,7 +222,7 @@ class GatherInChunks:
             self._start(self.chunks.num_chunks)
 
     def chunk(self, k: int) -> Tensor:
-        """Chunk k [N * c, ...], which has then arrived; chunks are taken in order."""
+        """Wait for chunk k [N * c, ...]; chunks are taken in order."""
         self.start_rest()
         if self._travels:
             for i in range(self._num_finished, k + 1):
@@ -232,7 +232,7 @@ class GatherInChunks:
         return self.buffer[self.chunks.gathered_rows(k)]
 
     def all(self) -> Tensor:
-        """Everything, [T, ...] in chunk order."""
+        """Wait for everything, [T, ...] in chunk order."""
         self.chunk(self.chunks.num_chunks - 1)
         return self.buffer
 
@@ -272,14 +272,14 @@ class Fp8GatherInChunks(GatherInChunks):
 
 
 def pack_fp8(x_tD: Tensor) -> Tensor:
-    """[t, D] -> bytes [t, D + 4] uint8: the numbers of each token, then its scale."""
+    """Pack [t, D] in bytes [t, D + 4] uint8: the numbers of each token, then its scale."""
     scale_t1 = (x_tD.float().abs().amax(dim=1, keepdim=True) / FP8_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     numbers = (x_tD.float() / scale_t1).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.cat([numbers, scale_t1.view(torch.uint8)], dim=1)
 
 
 def unpack_fp8(packed: Tensor, *, out: Tensor) -> None:
-    """Bytes [T, D + 4] -> `out` [T, D], in its type."""
+    """Unpack bytes [T, D + 4] into `out` [T, D], in its type."""
     width = packed.shape[1] - FP8_SCALE_BYTES
     numbers, scale = packed.tensor_split([width], dim=1)
     scale_T1 = scale.contiguous().view(torch.float32)
@@ -292,12 +292,12 @@ def start_tokens(x_tD: Tensor, chunks: Chunks, *, fp8: bool = False) -> GatherIn
 
 
 def tokens_to_keep(tokens: GatherInChunks, x_tD: Tensor) -> Tensor:
-    """What a backward needs in order to have all tokens: this rank's, or all where they are not gathered again."""
+    """Return what a backward needs in order to have all tokens: this rank's, or all if they are not gathered again."""
     return x_tD if tokens.chunks.regather else tokens.all()
 
 
 def tokens_again(kept: Tensor, chunks: Chunks, *, fp8: bool = False) -> GatherInChunks:
-    """All tokens in the backward, from what `tokens_to_keep` kept: on their way again, or here already."""
+    """Return all tokens in the backward, from what `tokens_to_keep` kept: on their way again, or here already."""
     return start_tokens(kept, chunks, fp8=fp8) if chunks.regather else GatherInChunks(kept, chunks, has_arrived=True)
 
 
@@ -327,27 +327,27 @@ class ScatterInChunks:
 
 
 def gather_tokens(x_tD: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[t, ...] -> [T, ...]: all ranks' rows in rank order. Backward: the gradients are summed and scattered."""
+    """Gather all ranks' rows in rank order: [t, ...] -> [T, ...]. Backward: the gradients are summed and scattered."""
     return x_tD if group is None else _GatherTokens.apply(x_tD, group)
 
 
 def scatter_tokens(partial_TD: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[T, ...] -> [t, ...]: sum over the ranks, keep own rows. Backward: the gradients are gathered."""
+    """Sum over the ranks and keep own rows: [T, ...] -> [t, ...]. Backward: the gradients are gathered."""
     return partial_TD if group is None else _ScatterTokens.apply(partial_TD, group)
 
 
 def sum_over_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum of all ranks' x, of which every rank makes its own use. Backward: the gradients are summed too."""
+    """Sum all ranks' x, for every rank's own use. Backward: the gradients are summed too."""
     return x if group is None else _SumOverGroup.apply(x, group)
 
 
 def total_over_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum of all ranks' x, from which every rank derives the same scalar. Backward: its gradient as it is, unsummed."""
+    """Sum all ranks' x, from which every rank derives the same scalar. Backward: its gradient as it is, unsummed."""
     return x if group is None else _TotalOverGroup.apply(x, group)
 
 
 def sum_gradients(parameters: list[Tensor], group: ProcessGroup | None, *, upcast: bool = True) -> list[Tensor]:
-    """The same values, whose gradients are summed over the group in one all-reduce.
+    """Return the same values, whose gradients are summed over the group in one all-reduce.
 
     For parameters that every rank holds whole but uses on its own tokens only. Low-precision parameters come back in
     float32, so that their gradients are summed in it (`upcast=False` keeps the type, for large matrices).
@@ -358,7 +358,7 @@ def sum_gradients(parameters: list[Tensor], group: ProcessGroup | None, *, upcas
 
 
 def exchange_rows(x: Tensor, splits: RowSplits, group: ProcessGroup | None) -> Tensor:
-    """Rows to whom they belong: [sum(send), ...] -> [sum(receive), ...], both in rank order. Backward: the way back."""
+    """Send rows to the ranks they belong to: [sum(send), ...] -> [sum(receive), ...]. Backward: the way back."""
     return x if group is None else _ExchangeRows.apply(x, splits, group)
 
 

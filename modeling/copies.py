@@ -162,7 +162,7 @@ class _UseCopies(torch.autograd.Function):
 
 
 def copy_traffic(copies: Sequence[Sequence[int]], *, num_local: int, mesh: ParallelMesh) -> CopyTraffic:
-    """Who sends what to whom, from the experts in all slots; an expert that lives on its slot's rank goes nowhere."""
+    """Derive who sends what to whom from the experts in all slots; one that lives on its slot's rank goes nowhere."""
     here, others = mesh.ep_rank, [rank for rank in range(len(copies)) if rank != mesh.ep_rank]
     lent_to: dict[int, list[int]] = defaultdict(list)
     filled_from: dict[int, list[int]] = defaultdict(list)
@@ -208,7 +208,7 @@ class Holders(NamedTuple):
 
 
 def choose_copies(counts_LE: Tensor, *, num_ranks: int, num_copies: int) -> Tensor:
-    """The experts that each rank should hold a copy of, for each layer: counts of rows [L, E] -> int64 [L, P, C].
+    """Choose the experts that each rank should copy, layer by layer: counts of rows [L, E] -> int64 [L, P, C].
 
     Slot after slot takes the expert that makes the sets of ranks least dense, the densest above all, given the other
     slots; a second sweep reconsiders every slot. Among equals an empty slot wins, then the lower expert. Fixed-point
@@ -304,7 +304,7 @@ def least_loads(counts_LE: Tensor, *, num_ranks: int, num_copies: int) -> Tensor
 
 
 def choose_holders(ids_TA: Tensor, copies_PC: Tensor, *, num_experts: int) -> Holders:
-    """Who computes each pair of expert ids [T, A]; id num_experts is padding, which nobody computes.
+    """Return who computes each pair of expert ids [T, A]; id num_experts is padding, which no rank computes.
 
     In the order of tokens the first rows of an expert stay at home, the next ones go to the first slot that holds a
     copy of it, and so on. A rank gets at most T * min(A, E / P + C) rows: a token has at most one for each expert

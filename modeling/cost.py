@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .layout import ModelSizes, ParallelLayout
+from .layout import ParallelLayout
+from .spec import ModelSizes
 
 MATRICES = 3  # gate, up and down
 ID_BYTES = 2  # an expert's number on the wire

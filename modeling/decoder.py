@@ -19,7 +19,7 @@ from .norm import RmsNorm
 from .router import GatherMoeRouter, router_statistics
 
 
-class TokenPlace(NamedTuple):
+class OwnTokens(NamedTuple):
     """Where the tokens of this rank lie in the batch of B sequences.
 
     sequence_of_token_t  [t] int64
@@ -53,32 +53,32 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states: Tensor, *, inputs: AttentionInputs, place: TokenPlace) -> tuple[Tensor, ...]:
-        """hidden_states [B, S, D] on one process, [t, D] under a mesh -> the same, and what RouterStatistics holds.
+    def forward(self, hidden_states: Tensor, *, inputs: AttentionInputs, tokens: OwnTokens) -> tuple[Tensor, ...]:
+        """Map hidden_states [B, S, D] on one process, [t, D] under a mesh, to the same and what RouterStatistics holds.
 
         One flat tuple, of one element without a router: reentrant checkpointing drops the gradients of nested tensors.
         """
         shape = hidden_states.shape
         weights = self._summed_weights()
         normed = self.input_layernorm(hidden_states, weight=weights.get(self.input_layernorm))
-        attended, _ = self.self_attn(normed, inputs, weights, num_sequences=place.num_sequences)
+        attended, _ = self.self_attn(normed, inputs, weights, num_sequences=tokens.num_sequences)
         x = hidden_states + attended
         normed = self.post_attention_layernorm(x, weight=weights.get(self.post_attention_layernorm)).view(-1, shape[-1])
         if isinstance(self.mlp, GatherMoeMlp):
             return (x + self.mlp(normed).view(shape),)
         out, routing = self.mlp(
-            normed, weight=weights.get(self.mlp.gate), token_mask_t=place.token_mask_t, noise_t=place.noise_t
+            normed, weight=weights.get(self.mlp.gate), token_mask_t=tokens.token_mask_t, noise_t=tokens.noise_t
         )
         statistics = router_statistics(
             routing,
-            sequence_of_token_t=place.sequence_of_token_t,
-            num_sequences=place.num_sequences,
-            token_mask_t=place.token_mask_t,
+            sequence_of_token_t=tokens.sequence_of_token_t,
+            num_sequences=tokens.num_sequences,
+            token_mask_t=tokens.token_mask_t,
         )
         return (x + out.view(shape), *statistics)
 
     def _summed_weights(self) -> Mapping[nn.Module, Tensor]:
-        """The weights that every rank holds whole, by module: of norms, q and k norms, and the router.
+        """Return the weights that every rank holds whole, by module: of norms, q and k norms, and the router.
 
         Their gradients are summed over the group in one all-reduce for the whole block, which is why they are taken
         from their modules here. On one process there is nothing to sum, and each module uses its own weight, so that
@@ -96,23 +96,22 @@ class GatherMoeDecoderLayer(GradientCheckpointingLayer):
         return dict(zip(modules, sum_gradients(own, self.mesh.group), strict=True))
 
 
-def layer_places(
+def tokens_of_layers(
     embeds: Tensor, attention_mask: Tensor | None, *, config: GatherMoeConfig, mesh: ParallelMesh
-) -> list[TokenPlace]:
-    """For every layer the same place of this rank's tokens among embeds [B, S, D]; mask [B, past + S] or None."""
+) -> list[OwnTokens]:
+    """Find this rank's tokens among embeds [B, S, D], the same for every layer; mask [B, past + S] or None."""
     num_sequences, block_size = embeds.shape[:2]
-    token_t = _own_tokens(embeds, mesh)
+    token_t = _own_numbers(embeds, mesh)
     token_mask_t = None
     if attention_mask is not None and attention_mask.dim() == 2:
         token_mask_t = attention_mask[:, -block_size:].flatten().chunk(mesh.layout.tp)[mesh.group_rank].bool()
-    place = TokenPlace(num_sequences, block_size, token_t // block_size, token_mask_t)
-    return [place] * config.num_hidden_layers
+    return [OwnTokens(num_sequences, block_size, token_t // block_size, token_mask_t)] * config.num_hidden_layers
 
 
-def noisy_places(
-    places: list[TokenPlace], embeds: Tensor, *, config: GatherMoeConfig, mesh: ParallelMesh, origin: NoiseOrigin | None
-) -> list[TokenPlace]:
-    """The same places with each layer's noise. Without an origin it is drawn from torch's random state, as dropout is.
+def with_noise(
+    layers: list[OwnTokens], embeds: Tensor, *, config: GatherMoeConfig, mesh: ParallelMesh, origin: NoiseOrigin | None
+) -> list[OwnTokens]:
+    """Add each layer's noise to its tokens; without an origin it is drawn from torch's random state, as dropout is.
 
     ValueError without an origin in a group: its ranks, and recomputation by others, need the same noise.
     """
@@ -123,13 +122,13 @@ def noisy_places(
         )
     if origin is None:
         origin = NoiseOrigin(int(torch.randint(2**62, ())), 0)
-    token_t = _own_tokens(embeds, mesh)
-    return [
-        place._replace(noise_t=token_counters(token_t, origin=origin, layer_idx=i)) for i, place in enumerate(places)
-    ]
+    token_t = _own_numbers(embeds, mesh)
+    counters = (token_counters(token_t, origin=origin, layer_idx=i) for i in range(len(layers)))
+    return [tokens._replace(noise_t=noise_t) for tokens, noise_t in zip(layers, counters, strict=True)]
 
 
-def _own_tokens(embeds: Tensor, mesh: ParallelMesh) -> Tensor:
+def _own_numbers(embeds: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Return the numbers of this rank's tokens in the flattened batch, int64 [t]."""
     num_tokens = embeds.shape[0] * embeds.shape[1] // mesh.layout.tp
     first = mesh.group_rank * num_tokens
     return torch.arange(first, first + num_tokens, device=embeds.device)

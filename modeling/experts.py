@@ -57,7 +57,7 @@ class GatherMoeExperts(nn.Module):
         tokens: GatherInChunks | None = None,
         weights_TA: Tensor | None = None,
     ) -> Tensor:
-        """Tokens and their weights [t, D] and [t, A], all ranks' expert ids [T, A] -> the weighted sums [t, D].
+        """Map tokens [t, D], their weights [t, A] and all ranks' expert ids [T, A] to the weighted sums [t, D].
 
         tokens      x_tD of all ranks on their way here; shares of the sums are then summed over the group
         weights_TA  all ranks' weights in token order, without a gradient
@@ -72,11 +72,11 @@ class GatherMoeExperts(nn.Module):
         return _Experts.apply(self, tokens, x_tD, slots_TA, weights_tA, weights_TA, *self.stacks())
 
     def slots(self, ids_TA: Tensor) -> Tensor:
-        """Which of the experts in `stacks` each pair of expert ids is for; any other number: for none of them."""
+        """Return which of the experts in `stacks` each pair of expert ids is for; any other number: for none."""
         return ids_TA - self.first_expert
 
     def stacks(self) -> Sequence[Tensor]:
-        """gate_up and down of the experts that this rank computes with."""
+        """Return gate_up and down of the experts that this rank computes with."""
         return autocast_inputs(self.gate_up_proj, self.down_proj)
 
     def start_slices(self, group: ProcessGroup) -> list[Transfer[Tensor]]:
@@ -86,7 +86,7 @@ class GatherMoeExperts(nn.Module):
     def forward_whole(
         self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, *, group: ProcessGroup, slices: list[Transfer[Tensor]]
     ) -> Tensor:
-        """This rank's tokens [t, D] through all experts, whose slices the other ranks lend: -> [t, D], complete.
+        """Map this rank's tokens [t, D] through all experts, whose slices the other ranks lend: -> [t, D], complete.
 
         Only for ep=1, where every rank holds a slice of every expert.
         """
@@ -96,7 +96,7 @@ class GatherMoeExperts(nn.Module):
     def start_pass(
         self, stacks: Sequence[Tensor], slots_TA: Tensor, weights_TA: Tensor, chunks: Chunks, kept: Tensor | None = None
     ) -> LoopExperts | GroupedExperts:
-        """One forward, or one backward with what a forward kept, by the backend for these weights."""
+        """Begin one forward, or one backward with what a forward kept, by the backend for these weights."""
         backend, weight = self.execution.experts_backend, stacks[0]
         if backend == "auto":
             backend = "loop"

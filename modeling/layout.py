@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import gcd
 
-from .spec import ModelSizes as ModelSizes
-from .spec import experts_per_token_faults
+from .spec import ModelSizes, experts_per_token_faults
 
 
 @dataclass(frozen=True, kw_only=True)

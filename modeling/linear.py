@@ -16,7 +16,7 @@ from .execution import scope
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., I] times weight [O, I] transposed -> [..., O].
+    """Multiply x [..., I] by weight [O, I] transposed: -> [..., O].
 
     torch's own product saves a transposed view of the weight, and a view keeps ZeRO-3's gathered storage alive until
     the backward; the parameter itself does not (the problem deepspeed.runtime.zero.linear solves for nn.Linear).
@@ -25,7 +25,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Float32 tensors in autocast's type where autocast is on, all others as they are.
+    """Return float32 tensors in autocast's type where autocast is on, all others as they are.
 
     torch does this for its own products; an autograd Function of ours has to ask for it.
     """
@@ -51,9 +51,9 @@ class Linear(nn.Linear):
 
 
 def plain_weight(module: nn.Module, *, kind: type[nn.Module] = Linear) -> Tensor:
-    """The weight of a module that a group shares, whose work is done elsewhere: a product as a part of a transfer, say.
+    """Return the weight of a module that a group shares, for a product that is part of a transfer, say.
 
-    ValueError where it is not of its `kind`: what else stands in for it would be left out.
+    ValueError where it is not of its `kind`: what replaced it would be left out.
     """
     check_plain(module, kind=kind)
     weight = module.weight
@@ -62,7 +62,7 @@ def plain_weight(module: nn.Module, *, kind: type[nn.Module] = Linear) -> Tensor
 
 
 def check_plain(module: nn.Module, *, kind: type[nn.Module]) -> None:
-    """ValueError where something else stands in for a module that a group shares, which knows nothing of the group."""
+    """Raise ValueError where a module that a group shares was replaced by one that knows nothing of the group."""
     if not isinstance(module, kind):
         raise ValueError(
             f"a {kind.__name__} was replaced by {type(module).__name__}, which a model shared by several ranks would "
@@ -88,12 +88,12 @@ class _Linear(torch.autograd.Function):
 
 
 def gather_linear(x_tD: Tensor, weights: Sequence[Tensor], *, chunks: Chunks) -> list[Tensor]:
-    """x_tD [t, D] of every rank times each weight [O, D] transposed -> for each [T, O], in token order."""
+    """Multiply every rank's x_tD [t, D] by each weight [O, D] transposed: -> for each [T, O], in token order."""
     return list(_GatherLinear.apply(chunks, *autocast_inputs(x_tD, *weights)))
 
 
 def linear_scatter(y_TI: Tensor, weight: Tensor, *, chunks: Chunks) -> Tensor:
-    """y_TI [T, I] in token order times weight [O, I] transposed, summed over the ranks -> this rank's rows [t, O]."""
+    """Multiply y_TI [T, I] in token order by weight [O, I] transposed and sum over the ranks: -> own rows [t, O]."""
     return _LinearScatter.apply(chunks, *autocast_inputs(y_TI, weight))
 
 

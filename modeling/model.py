@@ -40,7 +40,7 @@ from .auxiliary import (
 from .comm import cut_in_chunks, scatter_tokens
 from .config import GatherMoeConfig
 from .copies import ExpertsWithCopies
-from .decoder import GatherMoeDecoderLayer, layer_places, noisy_places
+from .decoder import GatherMoeDecoderLayer, tokens_of_layers, with_noise
 from .execution import BY_MASK, Execution
 from .experts import GatherMoeExperts
 from .hf_keys import expert_weight_conversions
@@ -160,7 +160,7 @@ class GatherMoeModel(GatherMoePreTrainedModel):
     ) -> GatherMoeModelOutput:
         """input_ids [B, S], the whole group's on every rank -> last_hidden_state [B, S, D], or [t, D] under a mesh.
 
-        attention_mask   [B, past + S], 0 for padding: attended to by nobody and routed to no expert
+        attention_mask   [B, past + S], 0 for padding, which no token attends to and no expert sees
         document_starts  per sequence, where its packed documents begin (the first at 0). Attention then goes by them
                          alone, without a cache: padding must be a document of its own or the end of one.
         noise            which jitter the routers draw in training, where there is any; on one process drawn if absent
@@ -178,16 +178,16 @@ class GatherMoeModel(GatherMoePreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         inputs = self._attention_inputs(inputs_embeds, attention_mask, position_ids, cache, document_starts, kwargs)
-        places = layer_places(inputs_embeds, attention_mask, config=self.config, mesh=self.mesh)
+        layer_tokens = tokens_of_layers(inputs_embeds, attention_mask, config=self.config, mesh=self.mesh)
         if self.training and self.config.router_jitter_noise:
-            places = noisy_places(places, inputs_embeds, config=self.config, mesh=self.mesh, origin=noise)
+            layer_tokens = with_noise(layer_tokens, inputs_embeds, config=self.config, mesh=self.mesh, origin=noise)
         x = inputs_embeds if self.mesh.group is None else scatter_tokens(inputs_embeds.flatten(0, 1), self.mesh.group)
         if torch.is_grad_enabled() and not x.requires_grad and any(p.requires_grad for p in self.layers.parameters()):
             # Reentrant checkpointing and ZeRO-3 follow a block's backward by its input, frozen embeddings or not.
             x = x.detach().requires_grad_()
         statistics = []
-        for layer, place in zip(self.layers, places, strict=True):
-            x, *router_sums = layer(x, inputs=inputs, place=place)
+        for layer, tokens in zip(self.layers, layer_tokens, strict=True):
+            x, *router_sums = layer(x, inputs=inputs, tokens=tokens)
             if router_sums:
                 statistics.append(RouterStatistics(*router_sums))
         return GatherMoeModelOutput(last_hidden_state=self.norm(x), cache=cache, router_statistics=statistics)

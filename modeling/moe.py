@@ -46,7 +46,7 @@ class GatherMoeSparseBlock(nn.Module):
         self.experts = (ExpertsWithCopies if has_copies else GatherMoeExperts)(config, mesh=mesh, execution=execution)
 
     def forward(self, x_tD: Tensor, **router_inputs: Tensor | None) -> MoeOutput:
-        """This rank's normed tokens [t, D] -> their outputs [t, D]; `router_inputs` are the router's by name."""
+        """Map this rank's normed tokens [t, D] to their outputs; `router_inputs` are the router's keyword arguments."""
         if self.mesh.group is None:
             routing = self.gate(x_tD, **router_inputs)
             return MoeOutput(self.experts(x_tD, routing.expert_ids_tA, routing.weights_tA), routing)
@@ -55,7 +55,7 @@ class GatherMoeSparseBlock(nn.Module):
         return strategy[self.strategy_for(x_tD)](self, x_tD, router_inputs, self.mesh.group)
 
     def strategy_for(self, x_tD: Tensor) -> str:
-        """The strategy asked for; for "auto" what sends least for as many tokens as there are."""
+        """Return the strategy asked for; for "auto" what sends least for as many tokens as there are."""
         if self.strategy != "auto":
             return self.strategy
         layout = self.mesh.layout
@@ -72,7 +72,7 @@ class GatherMoeSparseBlock(nn.Module):
 def gather_tokens(
     block: GatherMoeSparseBlock, x_tD: Tensor, router_inputs: dict[str, Tensor | None], group: ProcessGroup
 ) -> MoeOutput:
-    """All tokens to every rank, each works on its experts or slices, sums come home.
+    """Gather all tokens on every rank, which works on its experts or slices, and send the sums home.
 
     Wire per rank, forward: T*D in and T*D out, and 6*A bytes per token for ids and weights, whatever the routing is.
     The router works while the first tokens travel, and its choice goes before the others.
@@ -92,7 +92,7 @@ def gather_tokens(
 def gather_weights(
     block: GatherMoeSparseBlock, x_tD: Tensor, router_inputs: dict[str, Tensor | None], group: ProcessGroup
 ) -> MoeOutput:
-    """Every rank borrows the other ranks' slices of all experts, and works on its own tokens.
+    """Gather the other ranks' slices of all experts, and work on this rank's own tokens.
 
     Wire per rank: the 3*E*F*D weights of the layer, forward and again backward, and their gradients home, whatever
     the number of tokens is. Pays for many tokens and few experts. The router works while the weights travel.
@@ -107,7 +107,7 @@ def gather_weights(
 def all_to_all(
     block: GatherMoeSparseBlock, x_tD: Tensor, router_inputs: dict[str, Tensor | None], group: ProcessGroup
 ) -> MoeOutput:
-    """Every token-expert pair as a row to the rank of its expert, and the output back; nothing is dropped.
+    """Send every token-expert pair as a row to the rank of its expert, and the output back; nothing is dropped.
 
     Wire per rank, forward: t*A*D out and back on average, times the load of the busiest rank. The counts are read by
     the host (GShard, 2006.16668, §3.2, without its capacity).
@@ -157,7 +157,7 @@ class GatherMoeMlp(nn.Module):
         self.down_proj = Linear(width, config.hidden_size)
 
     def forward(self, x_tD: Tensor) -> Tensor:
-        """This rank's normed tokens [t, D] -> their outputs [t, D]."""
+        """Map this rank's normed tokens [t, D] to their outputs [t, D]."""
         if self.mesh.group is None:
             return self.down_proj(F.silu(self.gate_proj(x_tD)) * self.up_proj(x_tD))
         chunks = cut_in_chunks(x_tD, self.mesh.group, self.execution)

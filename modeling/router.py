@@ -26,7 +26,7 @@ class Routing(NamedTuple):
     logits_tE      [t, E]  float32 or wider
     expert_ids_tA  [t, A]  int64, best expert first; E, which no rank owns, for tokens that are padding
     weights_tA     [t, A]  what the experts' outputs are summed with; 0 for padding
-    probs_tE       [t, E]  the scores of all experts as a distribution; None where nobody takes statistics
+    probs_tE       [t, E]  the scores of all experts as a distribution; None where no statistics are taken
     chosen_ids_tA  [t, A]  the ids before a capacity turned those without room into E; None without a capacity
     """
 
@@ -200,8 +200,8 @@ def kept_choices(ids_tA: Tensor, *, num_experts: int, capacity: int, group: Proc
     ends = torch.searchsorted(key_At, torch.arange(num_active * width, device=ids_tA.device), right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
     before = _taken_before(counts.view(num_active, width), group)
-    place = torch.arange(len(key_At), device=ids_tA.device) - (ends - counts)[key_At] + before.flatten()[key_At]
-    kept = (place < capacity) | (key_At % width == num_experts)
+    position = torch.arange(len(key_At), device=ids_tA.device) - (ends - counts)[key_At] + before.flatten()[key_At]
+    kept = (position < capacity) | (key_At % width == num_experts)
     return torch.empty_like(kept).scatter_(0, order, kept).view(num_active, num_tokens).t()
 
 

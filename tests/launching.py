@@ -9,10 +9,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
 
 from tests.ranks import with_libraries
 from tests.training import Flags
@@ -22,33 +21,49 @@ LAUNCHER = str(Path(sys.executable).parent / "deepspeed")
 LIMIT_S = 150
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
 CACHES = {"TORCH_EXTENSIONS_DIR": "extensions", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
+BUILD = """
+from deepspeed.accelerator import get_accelerator
+
+builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+if builder is not None and builder.is_compatible(verbose=False):
+    builder.load()
+"""
+BUILD_LIMIT_S = 900
+STALE_S = 10.0  # a lock is held for moments where an extension is loaded, and longer only where it is compiled
+
+
+def caches_folder() -> Path:
+    """The folder of what the tests of this user keep between their runs."""
+    return Path(tempfile.gettempdir()) / f"gather-moe-tests-{os.getuid()}"
 
 
 def own_caches() -> dict[str, str]:
-    """Variables that keep the tests out of the user's caches, for this process and what it starts.
+    """Variables that keep the tests out of the user's caches, for this process and what it starts."""
+    return {name: str(caches_folder() / cache) for name, cache in CACHES.items()}
 
-    A compile of an extension that was killed leaves a `lock` on which every later start waits for ever. So the first
-    session of tests to come clears the locks of the sessions before it, which it can tell from those at work beside it.
+
+def make_extensions_ready() -> None:
+    """Compile what DeepSpeed compiles when it starts, once, and clear the locks of runs that were killed.
+
+    A compile that is killed leaves a `lock` on which every later start waits for ever. So runs that are started here
+    find all extensions compiled, and a lock that is not let go of is nobody's.
     """
-    folder = Path(tempfile.gettempdir()) / f"gather-moe-tests-{os.getuid()}"
-    _join_sessions(folder)
-    return {name: str(folder / cache) for name, cache in CACHES.items()}
+    caches_folder().mkdir(mode=0o700, exist_ok=True)
+    with (caches_folder() / "one-at-a-time").open("a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        for lock in caches_folder().glob("extensions/**/lock"):
+            with suppress(FileNotFoundError):
+                while time.time() - lock.stat().st_mtime < STALE_S:
+                    time.sleep(0.2)
+                lock.unlink()
+        _compile_extensions()
 
 
 @functools.cache
-def _join_sessions(folder: Path) -> IO[str]:
-    """Hold the folder together with other sessions of tests; the file that is returned must stay open."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    sessions = (folder / "sessions").open("a")
-    try:
-        fcntl.flock(sessions, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pass
-    else:
-        for lock in folder.glob("extensions/**/lock"):
-            lock.unlink()
-    fcntl.flock(sessions, fcntl.LOCK_SH)
-    return sessions
+def _compile_extensions() -> None:
+    """What goes wrong here goes wrong in the runs as well, which say it."""
+    command = [sys.executable, "-c", BUILD]
+    subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, timeout=BUILD_LIMIT_S)
 
 
 def words_of(flags: Flags) -> list[str]:
@@ -66,6 +81,7 @@ def environment(**changes: str) -> dict[str, str]:
 @contextmanager
 def running(command: Sequence[str], **changes: str) -> Iterator["subprocess.Popen[str]"]:
     """A command with stdout and stderr in one pipe; every process of its session is gone when the context ends."""
+    make_extensions_ready()
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -119,6 +135,7 @@ def run_main(
 
     Returns stdout and stderr of all ranks together, and the exit code that all of them ended with.
     """
+    make_extensions_ready()
     out, context, processes = folder / "said.txt", with_libraries(), []
     out.write_text("")
     deadline_s = time.monotonic() + LIMIT_S

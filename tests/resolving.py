@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from modeling.layout import ModelSizes
+from modeling.spec import ModelSizes
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
 

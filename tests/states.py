@@ -15,6 +15,7 @@ from modeling.init import stored_tensors
 from modeling.mesh import one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.shard_table import Ranges
+from modeling.spec import DEFAULTS, LOSS_SETTINGS
 from recipe.checkpoint.manifest import Manifest, file_sizes, record_file, write_manifest
 from recipe.checkpoint.training_state import KINDS, MOMENTS, WEIGHT, TrainingState, everything
 from recipe.checkpoint.whole import write_whole
@@ -79,7 +80,7 @@ def read_all(state: TrainingState) -> Tensors:
 
 def details_of(config: GatherMoeConfig, **changes: Any) -> dict[str, Any]:
     """Those of a run with one rank, as far as tools look at them."""
-    model = {f"model.{name}": getattr(config, name) for name in GatherMoeConfig.__annotations__}
+    model = {f"model.{name}": getattr(config, name) for name in (*DEFAULTS, *LOSS_SETTINGS)}
     run = {"dp": 1, "tp": 1, "ep": 1, "zero_stage": 2, "precision": "fp32", "block_size": 16, "max_steps": 9}
     return {**run, "position": 36, "tokens": 576, "num_train_blocks": 120, "data": ["tokens-1a2b"], **model, **changes}
 

@@ -10,7 +10,8 @@ from math import comb
 from typing import NamedTuple
 
 from modeling.cost import MATRICES, MoeTraffic
-from modeling.layout import ModelSizes, ParallelLayout
+from modeling.layout import ParallelLayout
+from modeling.spec import ModelSizes
 from recipe.plan.traffic import ring_bytes
 from recipe.shared.flops import count_parameters, model_flops_per_token
 

@@ -1,4 +1,4 @@
-"""Runs a decoder block's forward and its backward as one graph each, recorded once and replayed while shapes stay.
+"""Runs a decoder block's forward and its backward as one CUDA graph each, captured once and replayed for equal shapes.
 
 A graph reads and writes fixed addresses. Tensors are copied into buffers before a replay and out of them after it, so
 nothing outside ever holds a buffer, and all blocks share one set. The forward leaves nothing behind but what autograd
@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
 from modeling.attention import AttentionInputs
-from modeling.decoder import GatherMoeDecoderLayer, TokenPlace
+from modeling.decoder import GatherMoeDecoderLayer, OwnTokens
 from modeling.execution import VARLEN
 from modeling.model import GatherMoeForCausalLM
 
@@ -37,21 +37,21 @@ class Work(NamedTuple):
     outputs: tuple[Tensor, ...]
 
 
-# Records some work, running it a few times on the way; what it returns repeats the work.
+# Captures work after warm-up runs; returns its replay. Tests emulate it on a CPU.
 Capture = Callable[[Work], Callable[[], None]]
 
 
 class CudaCapture:
-    """Records CUDA graphs whose intermediate results share one memory pool, since no two of them run at a time."""
+    """Captures CUDA graphs whose intermediate results share one memory pool, since no two of them run at a time."""
 
-    NUM_WARM_UPS = 2  # libraries set up their workspaces in the first runs, which a recording must not contain
+    NUM_WARM_UPS = 2  # libraries set up their workspaces in the first runs, which a graph must not contain
 
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, work: Work) -> Callable[[], None]:
-        """Recording fails only for what this thread does wrong: NCCL's watchdog may ask for events meanwhile."""
+        """Capture `work`; fails only for what this thread does wrong: NCCL's watchdog may ask for events meanwhile."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._stream = self._stream or torch.cuda.Stream()
         stream, current = self._stream, torch.cuda.current_stream()
@@ -67,19 +67,19 @@ class CudaCapture:
 
 
 class Buffers:
-    """Tensors at fixed addresses, lent to all recordings of blocks whose tensors look the same.
+    """Tensors at fixed addresses, shared by the graphs of all blocks whose tensors have the same shapes and types.
 
-    They live as long as a recording uses them.
+    They live as long as a graph uses them.
     """
 
     def __init__(self) -> None:
         self._lent: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
 
     def lend(self, tensors: Iterable[Tensor], *, role: str) -> tuple[Tensor, ...]:
-        """One buffer per tensor, of its shape, type and device, not filled; no two of one call are the same."""
+        """Return one buffer per tensor, of its shape, type and device, not filled; no two of one call are the same."""
         buffers = []
-        for place, tensor in enumerate(tensors):
-            key = (role, place, tensor.shape, tensor.dtype, tensor.device)
+        for number, tensor in enumerate(tensors):
+            key = (role, number, tensor.shape, tensor.dtype, tensor.device)
             buffer = self._lent.get(key)
             if buffer is None:
                 buffer = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -96,16 +96,16 @@ class _Arguments(NamedTuple):
     spec: TreeSpec
 
     def key(self) -> Hashable:
-        """Equal where one recording serves both calls."""
+        """Return what is equal where the same graphs serve both calls."""
         return self.spec, self.constants, tuple((t.shape, t.dtype, t.device) for t in self.tensors)
 
 
-def take_apart(hidden_states: Tensor, inputs: AttentionInputs, place: TokenPlace) -> _Arguments:
-    """Separate tensors, which are copied, from the rest, which a recording has in it."""
+def take_apart(hidden_states: Tensor, inputs: AttentionInputs, tokens: OwnTokens) -> _Arguments:
+    """Separate tensors, which are copied, from the rest, which a graph has built in."""
     if inputs.documents is not None and inputs.implementation in VARLEN:
         # Their kernels read where documents begin from a tensor, so the host's copy does not matter.
         inputs = inputs._replace(documents=inputs.documents._replace(starts=()))
-    leaves, spec = tree_flatten((hidden_states, inputs, place))
+    leaves, spec = tree_flatten((hidden_states, inputs, tokens))
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     return _Arguments(tensors, tuple(... if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 
@@ -136,9 +136,9 @@ class _Recording(NamedTuple):
 
 
 class GraphedBlock:
-    """Stands in for a block's forward: eager where nothing is trained and for the first call of a kind, then replayed.
+    """Replaces a block's forward: eager outside training and for the first call of a kind, then replayed.
 
-    The first call also warms up what a recording must find ready: communicators, kernels that are compiled or tuned.
+    The first call also warms up what a capture must find ready: communicators, kernels that are compiled or tuned.
     """
 
     def __init__(self, block: GatherMoeDecoderLayer, *, capture: Capture, buffers: Buffers) -> None:
@@ -149,20 +149,20 @@ class GraphedBlock:
         self._state = (*block.parameters(), *block.buffers())
         self._recordings: OrderedDict[Hashable, _Recording | None] = OrderedDict()
 
-    def __call__(self, hidden_states: Tensor, *, inputs: AttentionInputs, place: TokenPlace) -> tuple[Tensor, ...]:
-        """What the block's own forward takes and returns."""
+    def __call__(self, hidden_states: Tensor, *, inputs: AttentionInputs, tokens: OwnTokens) -> tuple[Tensor, ...]:
+        """Take and return what the block's own forward does."""
         trained = self._block.training and torch.is_grad_enabled() and inputs.cache is None
         # Outputs of modules inside a block, router logits say, are collected by hooks, which no replay would run.
-        if not trained or _active_collector.get() or read_by_host(inputs, num_sequences=place.num_sequences):
-            return self._eager(hidden_states, inputs=inputs, place=place)
-        arguments = take_apart(hidden_states, inputs, place)
+        if not trained or _active_collector.get() or read_by_host(inputs, num_sequences=tokens.num_sequences):
+            return self._eager(hidden_states, inputs=inputs, tokens=tokens)
+        arguments = take_apart(hidden_states, inputs, tokens)
         recording = self._look_up(arguments)
         if recording is None:
-            return self._eager(hidden_states, inputs=inputs, place=place)
+            return self._eager(hidden_states, inputs=inputs, tokens=tokens)
         return _Replay.apply(recording, *arguments.tensors, *recording.weights)
 
     def _look_up(self, arguments: _Arguments) -> _Recording | None:
-        """The recording for such arguments, made at their second sight; None at the first."""
+        """Return the graphs for such arguments, captured at their second sight; None at the first."""
         key = (arguments.key(), tuple(p.requires_grad for p in self._state))
         if key not in self._recordings:
             self._recordings[key] = None
@@ -175,7 +175,8 @@ class GraphedBlock:
         if recording.addresses != self._addresses():
             raise RuntimeError(
                 f"the weights of layer {self._block.self_attn.layer_idx} were moved in memory after their graphs had "
-                "been captured, which would go on reading the old place; install graphs after whatever moves weights"
+                "been captured, which would go on reading the old addresses; install graphs after whatever moves "
+                "weights"
             )
         return recording
 
@@ -183,7 +184,7 @@ class GraphedBlock:
         return tuple(tensor.data_ptr() for tensor in self._state)
 
     def _record(self, arguments: _Arguments) -> _Recording:
-        """Run the block once on the buffers to learn its outputs' and gradients' shapes, then record both ways."""
+        """Run the block once on the buffers to learn its outputs' and gradients' shapes, then capture both ways."""
         constants, spec = arguments.constants, arguments.spec
         weights = tuple(p for p in self._block.parameters() if p.requires_grad)
         inputs = self._buffers.lend(arguments.tensors, role="input")
@@ -192,8 +193,8 @@ class GraphedBlock:
         def run(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
             rest = iter(tensors)
             leaves = [next(rest) if constant is ... else constant for constant in constants]
-            hidden_states, attention_inputs, place = tree_unflatten(leaves, spec)
-            return self._forward(hidden_states, inputs=attention_inputs, place=place)
+            hidden_states, attention_inputs, tokens = tree_unflatten(leaves, spec)
+            return self._forward(hidden_states, inputs=attention_inputs, tokens=tokens)
 
         def differentiate() -> tuple[Tensor | None, ...]:
             with torch.enable_grad():
@@ -230,7 +231,7 @@ class GraphedBlock:
 
 
 class _Replay(torch.autograd.Function):
-    """A block by its recording; takes and returns tensors that are nobody's buffers."""
+    """A block by its graphs; takes and returns tensors that are no buffers."""
 
     @staticmethod
     def forward(ctx: Any, recording: _Recording, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -261,12 +262,12 @@ def _copy_in(buffers: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def _take_out(buffers: Sequence[Any]) -> tuple[Any, ...]:
-    """Copies: whoever keeps one, a parameter its gradient say, must not see the next replay's numbers in it."""
+    """Return copies: whoever keeps one, a parameter its gradient say, must not see the next replay's numbers in it."""
     return tuple(None if buffer is None else buffer.clone() for buffer in buffers)
 
 
 def _leave_in(buffers: Sequence[Tensor | None], make: Callable[[], Sequence[Tensor | None]]) -> Callable[[], None]:
-    """`make`, with its results copied to where they are looked for: all other memory is free for the next recording."""
+    """Wrap `make` so that its results are copied to `buffers`: all other memory is free for the next capture."""
 
     def run() -> None:
         with torch.no_grad():
@@ -278,9 +279,9 @@ def _leave_in(buffers: Sequence[Tensor | None], make: Callable[[], Sequence[Tens
 
 
 def install_graphs(model: GatherMoeForCausalLM, *, capture: Capture) -> None:
-    """Let every decoder block of `model` record and replay itself while it is trained.
+    """Let every decoder block of `model` capture and replay itself while it is trained.
 
-    To be called when the weights have found their place in memory, after `deepspeed.initialize` and not with ZeRO-3.
+    Call it when the weights have their final addresses, after `deepspeed.initialize` and not with ZeRO-3.
     Parameter names stay as they are.
     """
     buffers = Buffers()

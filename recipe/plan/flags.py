@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from modeling.layout import STRATEGIES, divisors
+from modeling.spec import spec_of
 from recipe.plan.hardware_values import Hardware
 from recipe.plan.job import ELEMENT_BYTES, Job, job_of
 from recipe.plan.space import PlanRequest, alone_faults
@@ -148,7 +149,7 @@ def read_job(
             compute_capability=compute_capability,
         ),
         sizes=sizes_of(model),
-        attention_dropout=model.get("attention_dropout", 0.0),
+        attention_dropout=spec_of(model).attention_dropout,
     )
     model |= run_options(arguments)
     job = job_of(settings, model=model, recompute=arguments.gradient_checkpointing, device=device)

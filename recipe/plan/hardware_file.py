@@ -190,7 +190,8 @@ def _keys(block: Any, names: Iterable[str], name: str) -> Mapping[str, Any]:
         raise ValueError(f"{missing[0]!r} is missing in {name}")
     if unknown := sorted(block.keys() - wanted):
         raise ValueError(f"{unknown[0]!r} in {name} is not known")
-    return block  # type: ignore[no-any-return]
+    found: Mapping[str, Any] = block
+    return found
 
 
 def _short(value: Any) -> str:

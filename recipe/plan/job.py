@@ -11,7 +11,8 @@ from typing import Any
 
 from modeling import cost
 from modeling.execution import Execution
-from modeling.layout import ModelSizes, ParallelLayout
+from modeling.layout import ParallelLayout
+from modeling.spec import ModelSizes
 from recipe.settings.model import sizes_of
 from recipe.settings.resolve import ResolvedConfig
 

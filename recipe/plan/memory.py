@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from modeling.layout import ModelSizes
+from modeling.spec import ModelSizes
 from recipe.plan.job import Job
 from recipe.plan.memory_lines import (
     Letters,

@@ -160,8 +160,8 @@ class Letters(NamedTuple):
 
     def named(self) -> "Letters":
         """Return the same with letters that know their names."""
-        named: Any = {letter: Term(getattr(self, letter), letter) for letter in LETTERS}
-        return self._replace(**named)
+        letters: dict[str, Any] = {letter: Term(getattr(self, letter), letter) for letter in LETTERS}
+        return self._replace(**letters)
 
 
 class Line(NamedTuple):
@@ -326,7 +326,8 @@ def head_working(s: Letters) -> Lines:
     if s.extra:
         logits.append(Line("a slice's part of the head's gradient", "logits", s.v * s.D * s.b))
     lines = [
-        Line("layers' output and its gradient", "activations", 3 * s.t * s.D * s.b),
+        Line("layers' output, plain and normed", "activations", 2 * s.t * s.D * s.b),
+        Line("gradient of the head's input", "logits", s.t * s.D * s.b),
         Line("rotary tables, ids, targets", "activations", 32 * s.T),
         Line("the head's gradient in float32", "logits", 4 * s.v * s.D),
         *_fullest(logits, _sums_sent(s)),
@@ -369,7 +370,8 @@ def dense_working(s: Letters) -> Lines:
     else:
         of_output.append(_gathered(s, "gradients for the dense layer"))
         joined = Line("weights in one tensor", "gradients", 2 * s.P_dense * s.b / MATRICES)
-        of_inputs += [joined, *_sums_sent(s)]
+        in_order = [Line("gradients by chunk, and in their order", "activations", 4 * s.T * s.w * s.b)]
+        of_inputs = _fullest(in_order if s.C > 1 else [], [*of_inputs, joined, *_sums_sent(s)])
         if s.regather:
             of_inputs.append(_gathered(s, "tokens for the dense layer"))
     return [_residual(s), *_fullest(of_output, of_product, of_inputs)]

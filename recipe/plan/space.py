@@ -9,15 +9,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from modeling.execution import Execution
-from modeling.layout import (
-    BatchSizes,
-    LayoutRequest,
-    ModelSizes,
-    ParallelLayout,
-    allowed_tp,
-    divisors,
-    layout_faults,
-)
+from modeling.layout import BatchSizes, LayoutRequest, ParallelLayout, allowed_tp, divisors, layout_faults
+from modeling.spec import ModelSizes, spec_of
 from recipe.plan.hardware_values import Hardware
 from recipe.plan.job import Job
 from recipe.settings.execution import GraphFacts, WorldInfo, can_be_graphed, default_experts_backend
@@ -195,7 +188,7 @@ def _is_graphed(request: PlanRequest, arrangement: Arrangement, *, wire: Executi
         execution=wire,
         precision=request.precision,
         zero_stage=zero_stage,
-        attention_dropout=request.model.get("attention_dropout", 0.0),
+        attention_dropout=spec_of(request.model).attention_dropout,
     )
     return can_be_graphed(facts, attention=request.attention)
 
@@ -256,4 +249,4 @@ def layout_rules(request: PlanRequest, layout: ParallelLayout, *, strategy: str 
         strategy=strategy if layout.tp > 1 else "gather_tokens",
         row_alignment=ROW_ALIGNMENT[request.precision] if request.experts_backend == "grouped" else 1,
     )
-    return [*layout_faults(rules), *dropout_faults(request.model.get("attention_dropout", 0.0), tp=layout.tp)]
+    return [*layout_faults(rules), *dropout_faults(spec_of(request.model).attention_dropout, tp=layout.tp)]

@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from modeling.cost import MATRICES, chunk_bound
-from modeling.layout import ModelSizes, ParallelLayout
+from modeling.layout import ParallelLayout
+from modeling.spec import LossSpec, ModelSizes
 from recipe.plan.job import Job
 from recipe.plan.parameters import held_modules
 from recipe.plan.zero3 import PLAIN_BUCKET, Thresholds, Weights, zero3_weights, zero_number
@@ -17,7 +18,7 @@ from recipe.plan.zero3 import PLAIN_BUCKET, Thresholds, Weights, zero3_weights, 
 WIDE_BYTES = 4  # of float32: statistics, losses, sums of replicated parameters' gradients
 SUM_BYTES = 4  # ZeRO's gradients travel in float32, in either precision
 ALIGNMENT = 2  # numbers; every rank's part of a flat buffer starts at a multiple of it
-ROUTER_LOSSES = {"router_aux_loss_coef": 0.001, "router_z_loss_coef": 0.0}  # defaults of the model's configuration
+ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef")
 
 # What changes the bytes in a way that nothing here knows.
 NO_FORMULA = (
@@ -195,7 +196,7 @@ def _engine(job: Job) -> Iterator[Sent]:
 def weights_of(job: Job) -> Weights:
     """Return what ZeRO-3 gathers in a micro-batch of this job."""
     # Of the decoder's outputs x has a gradient, and per router a sum for each loss with a weight.
-    losses = [name for name, default in ROUTER_LOSSES.items() if job.model.get(name, default)]
+    losses = [name for name in ROUTER_LOSSES if job.model.get(name, getattr(LossSpec, name))]
     return zero3_weights(
         job.sizes,
         job.layout,

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from modeling.layout import ModelSizes, ParallelLayout
+from modeling.layout import ParallelLayout
+from modeling.spec import ModelSizes
 from recipe.plan.parameters import Module, held_modules
 from recipe.settings.resolve import BUCKET_KEY, USUAL_BUCKET
 

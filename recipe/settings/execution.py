@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from modeling.execution import BY_MASK, CHOICES, PER_DOCUMENT, Execution, dtype_faults, resident_faults
-from modeling.layout import ModelSizes, ParallelLayout
+from modeling.layout import ParallelLayout
+from modeling.spec import ModelSizes
 from recipe.settings.deepspeed_keys import look_up
 from recipe.settings.flags import convert
 from recipe.settings.sources import Sources

@@ -11,15 +11,8 @@ from typing import Any, NamedTuple
 
 from modeling.cost import MoeTraffic, choose_strategy, tokens_where_weights_pay
 from modeling.execution import Execution
-from modeling.layout import (
-    BatchSizes,
-    LayoutRequest,
-    ModelSizes,
-    ParallelLayout,
-    allowed_ep,
-    fitting_layouts,
-    layout_faults,
-)
+from modeling.layout import BatchSizes, LayoutRequest, ParallelLayout, allowed_ep, fitting_layouts, layout_faults
+from modeling.spec import ModelSizes
 from recipe.settings.deepspeed_keys import look_up
 from recipe.settings.execution import WorldInfo, settle_backend, settle_choice, settle_execution
 from recipe.settings.flags import convert

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from modeling.execution import Execution
-from modeling.layout import ModelSizes, ParallelLayout
+from modeling.layout import ParallelLayout
+from modeling.spec import ModelSizes
 from recipe.settings.deepspeed_keys import (
     MERGED_KEYS,
     OUR_BLOCKS,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from modeling.auxiliary import TokenSums
-from modeling.layout import ModelSizes
+from modeling.spec import ModelSizes
 from recipe.shared.flops import model_flops_per_token
 
 LOADS = ("rho", "dead_experts", "router_entropy")  # what is logged of every MoE layer

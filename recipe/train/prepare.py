@@ -17,6 +17,7 @@ from modeling.config import GatherMoeConfig
 from modeling.init import build_model
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
+from modeling.spec import spec_of
 from recipe.checkpoint.run_folder import RunFolder
 from recipe.data.options import DataOptions, option_faults
 from recipe.data.prepare import PreparedData, prepare_data
@@ -62,7 +63,7 @@ def settle_request(arguments: Arguments, *, world: World, model: ModelSettings, 
             compute_capability=compute_capability(world),
         ),
         sizes=sizes_of(model.kwargs),
-        attention_dropout=model.kwargs.get("attention_dropout", 0.0),
+        attention_dropout=spec_of(model.kwargs).attention_dropout,
         extra_faults=faults,
         extra_notes=model.notes,
     )

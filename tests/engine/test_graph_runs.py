@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling.attention import AttentionInputs, eager_attention, rotary_tables
-from modeling.decoder import TokenPlace
+from modeling.decoder import OwnTokens
 from modeling.execution import Execution
 from modeling.init import build_model
 from modeling.mesh import one_rank_mesh
@@ -123,7 +123,7 @@ class Call(NamedTuple):
 
     x: Tensor
     inputs: AttentionInputs
-    place: TokenPlace
+    tokens: OwnTokens
 
 
 def make_call(config: Any, *, scale: float) -> Call:
@@ -133,7 +133,7 @@ def make_call(config: Any, *, scale: float) -> Call:
     return Call(
         x.bfloat16().requires_grad_(),
         AttentionInputs(tables, None, None, function, "sdpa", None, {}),
-        TokenPlace(2, 8, torch.arange(16) // 8, torch.arange(16) > 1),
+        OwnTokens(2, 8, torch.arange(16) // 8, torch.arange(16) > 1),
     )
 
 
@@ -156,7 +156,7 @@ def test_a_sparse_block_compiles_without_a_break_for_any_routing() -> None:
     loads = set()
     for scale in (0.0, 1.0, -1.0):  # zeros: all tokens to the same two experts; the others spread them differently
         call = make_call(config, scale=scale)
-        got, want = (f(call.x, inputs=call.inputs, place=call.place) for f in (compiled, block))
+        got, want = (f(call.x, inputs=call.inputs, tokens=call.tokens) for f in (compiled, block))
         loads.add(tuple(want[1].sum(0).tolist()))
         parameters = [call.x, *block.parameters()]
         gradients = [torch.autograd.grad(out[0].sum() + out[2].sum(), parameters) for out in (got, want)]

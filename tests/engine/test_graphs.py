@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import recipe.engine.graphs
 from modeling.attention import AttentionInputs, Documents, RotaryTables, eager_attention
-from modeling.decoder import TokenPlace
+from modeling.decoder import OwnTokens
 from modeling.model import GatherMoeForCausalLM
 from recipe.engine.graphs import MAX_KEYS, Buffers, install_graphs, read_by_host, take_apart
 from tests.emulated_graphs import EmulatedCapture, ruin
@@ -312,9 +312,9 @@ def attention_inputs(implementation: str, *, starts: tuple[tuple[int, ...], ...]
 
 
 def key_of(implementation: str, *, starts: tuple[tuple[int, ...], ...], num_lengths: int = 5) -> Any:
-    place = TokenPlace(1, 16, torch.arange(16) // 16, None)
+    tokens = OwnTokens(1, 16, torch.arange(16) // 16, None)
     inputs = attention_inputs(implementation, starts=starts, num_lengths=num_lengths)
-    return take_apart(torch.zeros(16, 32), inputs, place).key()
+    return take_apart(torch.zeros(16, 32), inputs, tokens).key()
 
 
 def test_document_starts_matter_where_the_host_reads_them() -> None:
@@ -339,12 +339,12 @@ def test_flash_attention_that_looks_at_numbers_is_eager() -> None:
     model, capture = graphed_model()
     layer = model.model.layers[1]
     sdpa = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention)
-    place = TokenPlace(1, 16, torch.arange(16) // 16, None)
+    tokens = OwnTokens(1, 16, torch.arange(16) // 16, None)
     for _ in range(3):
-        layer(torch.zeros(1, 16, 32), inputs=plain._replace(function=sdpa), place=place)
+        layer(torch.zeros(1, 16, 32), inputs=plain._replace(function=sdpa), tokens=tokens)
     assert capture.num_recordings == 0
     for _ in range(3):
-        layer(torch.zeros(1, 16, 32), inputs=plain._replace(function=sdpa, options={}), place=place)
+        layer(torch.zeros(1, 16, 32), inputs=plain._replace(function=sdpa, options={}), tokens=tokens)
     assert capture.num_recordings == 2
 
 

@@ -8,7 +8,6 @@ import pytest
 from modeling.layout import (
     BatchSizes,
     LayoutRequest,
-    ModelSizes,
     ParallelLayout,
     allowed_ep,
     allowed_tp,
@@ -18,6 +17,7 @@ from modeling.layout import (
     kv_heads_fit,
     layout_faults,
 )
+from modeling.spec import ModelSizes
 from tests.resolving import TINY
 
 DENSE_FIRST = replace(TINY, dense_layers=(0,), intermediate_size=50)

@@ -155,20 +155,6 @@ def test_a_batch_without_a_target_teaches_nothing(case: Case, chunk_bytes: int) 
         torch.testing.assert_close(weights[name], state[name] * decay, atol=1e-7, rtol=1e-6)
 
 
-@pytest.mark.parametrize("output_logits", [True, False])
-@pytest.mark.requirement("R-LOSS-03")
-def test_a_loss_over_no_target_is_zero_and_not_a_mean_over_nothing(output_logits: bool) -> None:
-    config = tiny_config(router_aux_loss_coef=0.1)
-    model = model_with(config, full_state(config), one_rank_mesh())
-    ids = random_batch().ids
-    output = model(input_ids=ids, labels=torch.full_like(ids, -100), output_logits=output_logits)
-    assert (output.loss.item(), output.lm_loss.item()) == (0.0, 0.0)
-    output.loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert not parameter.grad.any(), name
-
-
 NUM_MICRO_BATCHES = 1024
 
 

@@ -15,7 +15,7 @@ from modeling.execution import Execution
 from modeling.mesh import one_rank_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.router import GatherMoeRouter, Routing
-from tests.engine_runs import Case, accumulate, gradient_shards, join_shards, make_mesh, model_with, start_engine
+from tests.engine_runs import Case, accumulate, gradient_shards, join_shards, make_mesh, model_with, slow, start_engine
 from tests.moe_layers import one_process_pass, padded_batch
 from tests.ranks import run_ranks
 from tests.referee import Batch, Tensors, Training, assert_all_match, full_state, random_batch, tiny_config
@@ -144,11 +144,21 @@ def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Ca
     return checked
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+WEIGHTS, ROWS = Execution(strategy="gather_weights"), Execution(strategy="all_to_all")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(slow(Case(tp=2, ep=2, stage=stage)) for stage in (1, 2, 3)),
+        Case(tp=2, ep=1, stage=2, execution=WEIGHTS),
+        Case(tp=2, ep=2, stage=2, execution=ROWS),
+    ],
+    ids=str,
+)
 @pytest.mark.requirement("R-MOE-10")
-def test_a_bf16_engine_routes_in_float32(stage: int) -> None:
-    config, case = tiny_config(), Case(tp=2, ep=2, stage=stage, bf16=True)
+def test_a_bf16_engine_routes_in_float32(case: Case) -> None:
+    config, case = tiny_config(), case._replace(bf16=True)
     assert run_ranks(_check_routers, 2, config, full_state(config), case) == [2, 2]
 
 
@@ -181,7 +191,15 @@ def _padded_pass(rank: int, world_size: int, config: Any, state: Any, case: Case
 
 
 @pytest.mark.parametrize(
-    "case", [Case(tp=2, ep=2, stage=2), Case(tp=2, ep=1), Case(dp=2, tp=2, ep=2, stage=1)], ids=str
+    "case",
+    [
+        *(Case(tp=2, ep=2, stage=2), Case(tp=2, ep=1), Case(dp=2, tp=2, ep=2, stage=1)),
+        Case(tp=2, ep=1, stage=2, execution=WEIGHTS),
+        Case(tp=2, ep=2, stage=3, execution=ROWS),
+        slow(Case(dp=2, tp=2, ep=1, stage=1, execution=WEIGHTS)),
+        slow(Case(dp=2, tp=2, ep=2, execution=ROWS)),
+    ],
+    ids=str,
 )
 @pytest.mark.requirement("R-MOE-11")
 def test_padding_is_not_routed_on_several_ranks(case: Case) -> None:

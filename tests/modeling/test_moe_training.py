@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from modeling.config import GatherMoeConfig
+from modeling.execution import Execution
 from modeling.mesh import one_rank_mesh
 from tests.engine_runs import (
     Case,
@@ -349,3 +350,51 @@ def _leaves(rank: int, world_size: int, config: Any, state: Any) -> list[str]:
 def test_the_model_declares_its_zero_3_leaves_itself() -> None:
     config = tiny_config()
     assert run_ranks(_leaves, 1, config, full_state(config)) == [["model.layers.0", "model.layers.1"]]
+
+
+EVERY_WAY = pytest.mark.parametrize(
+    ("strategy", "case"),
+    [
+        ("gather_weights", Case(tp=2, ep=1, stage=2)),
+        ("all_to_all", Case(tp=2, ep=2, stage=3)),
+        slow("gather_weights", Case(dp=2, tp=2, ep=1, stage=3, accumulation=2)),
+        slow("gather_weights", Case(dp=2, tp=2, ep=1, stage=1, checkpointing=True)),
+        slow("all_to_all", Case(dp=2, tp=2, ep=2, stage=2, accumulation=2)),
+        slow("all_to_all", Case(dp=2, tp=2, ep=2, stage=1, checkpointing=True)),
+        slow("auto", Case(tp=2, ep=1, stage=2)),
+        slow("auto", Case(tp=2, ep=2, stage=2)),
+    ],
+    ids=str,
+)
+
+
+@EVERY_WAY
+@pytest.mark.requirement("R-MOE-02", "R-MOE-03")
+def test_gradients_and_their_norm_do_not_depend_on_the_strategy(strategy: str, case: Case) -> None:
+    """Three clipped steps with both auxiliary losses; a factor of a number of ranks anywhere would be seen."""
+    config, case = tiny_config(), case._replace(execution=Execution(strategy=strategy))
+    state, batches = full_state(config), [random_batch(seed=seed) for seed in (1, 2)]
+    training = Training(num_steps=3, max_grad_norm=0.2, balance_coef=0.1, z_coef=0.01)
+    want = referee_run(config, state, batches=batches, training=training)
+    got = train(config, state, case, batches=batches, training=training)
+    assert_all_match(got.gradients, want.gradients)
+    assert_all_match(got.weights, want.weights)
+    for name, curve in want.curves._asdict().items():
+        assert getattr(got.curves, name) == pytest.approx(curve, abs=1e-5), name
+
+
+@EVERY_WAY
+@pytest.mark.requirement("R-MOE-01", "R-MOE-09")
+def test_experts_without_tokens_take_part_in_every_strategy(strategy: str, case: Case) -> None:
+    """Half of the sequences go to expert 0 alone, the others to expert 1 alone; experts 2 and 3 get nothing."""
+    config, state = two_expert_routing()
+    case = case._replace(execution=Execution(strategy=strategy))
+    batch, training = two_class_batch(first_class_first=True), Training(num_steps=2)
+    want = referee_run(config, state, batches=[batch], training=training)
+    got = train(config, state, case, batches=[batch], training=training)
+    assert_all_match(got.gradients, want.gradients)
+    assert_all_match(got.weights, want.weights)
+    for name, gradient in got.gradients.items():
+        if ".experts." in name:
+            assert gradient[:2].flatten(1).abs().amax(1).min() > 1e-4
+            assert not gradient[2:].any()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.decoder import TokenPlace
+from modeling.decoder import OwnTokens
 from modeling.experts_grouped import sort_rows
 from modeling.init import build_model
 from modeling.layout import ParallelLayout
@@ -63,11 +63,11 @@ def _block(rank: int, _: int, ep: int, options: dict[str, Any], mode: bool) -> t
     tokens = rank * num_tokens + torch.arange(num_tokens)
     inputs = plain_inputs(config, block_size=BLOCK, dtype=torch.float32)
     noise_t = token_counters(tokens, origin=NoiseOrigin(1, 0), layer_idx=1) if config.router_jitter_noise else None
-    place = TokenPlace(BATCH, BLOCK, tokens // BLOCK, torch.arange(num_tokens) > 1, noise_t)
+    own = OwnTokens(BATCH, BLOCK, tokens // BLOCK, torch.arange(num_tokens) > 1, noise_t)
     x = torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     try:
         with static_shapes() if mode else nullcontext():
-            out, _, probs_BE, z_B, *_ = block(x, inputs=inputs, place=place)
+            out, _, probs_BE, z_B, *_ = block(x, inputs=inputs, tokens=own)
             (out.square().sum() + probs_BE.square().sum() + z_B.sum()).backward()
     except RuntimeError as error:
         return [], str(error)

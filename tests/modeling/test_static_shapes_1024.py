@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from modeling.config import GatherMoeConfig
 from modeling.cost import MoeTraffic
-from modeling.decoder import GatherMoeDecoderLayer, TokenPlace
+from modeling.decoder import GatherMoeDecoderLayer, OwnTokens
 from modeling.execution import Execution
 from modeling.init import shard_table
 from modeling.layout import ParallelLayout
@@ -98,10 +98,10 @@ def _trace(case: Case, config: GatherMoeConfig, execution: Execution) -> Trace:
         block = GatherMoeDecoderLayer(config, layer_idx=1, mesh=mesh, execution=execution)
         x = torch.randn(num_tokens, HIDDEN, requires_grad=True)
         tokens = mesh.group_rank * num_tokens + torch.arange(num_tokens)
-        place = TokenPlace(BATCH, BLOCK, tokens // BLOCK, torch.ones(num_tokens, dtype=torch.bool))
+        own = OwnTokens(BATCH, BLOCK, tokens // BLOCK, torch.ones(num_tokens, dtype=torch.bool))
         inputs = plain_inputs(config, block_size=BLOCK, dtype=torch.bfloat16)
         with static_shapes(), Operators() as seen:
-            out, *statistics = block(x, inputs=inputs, place=place)
+            out, *statistics = block(x, inputs=inputs, tokens=own)
             torch.stack([y.float().square().sum() for y in (out, *statistics) if y.requires_grad]).sum().backward()
     assert x.grad is not None
     shapes, want = {"x": tuple(x.grad.shape)}, {"x": (num_tokens, HIDDEN)}

@@ -6,15 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.comm import Chunks
 from modeling.layout import LayoutRequest, ParallelLayout, check_layout
 from modeling.mesh import build_mesh
-from modeling.model import GatherMoeForCausalLM
-from modeling.vocabulary import Vocabulary, vocab_parallel_losses
 from tests.engine_runs import Case, accumulate, join_shards, slow, start_engine, train, used_gradients
 from tests.exports import export, read_export
 from tests.ranks import run_ranks
@@ -135,48 +130,6 @@ def test_clipping_scales_what_the_optimizer_uses(stage: int, norm: float, used_n
     assert_all_match(used, {name: gradient * share for name, gradient in unscaled.gradients.items()})
 
 
-def _vocabulary_gradients(rank: int, world_size: int, chunk_bytes: int) -> bool:
-    """Two targets in each half of ten tokens, two ignored. With x the identity, dW is d loss/d logits transposed."""
-    generator = torch.Generator().manual_seed(2)
-    targets_T = torch.tensor([1, 7, -100, 4, 9, -100])
-    weight_VD = torch.randn(10, 6, generator=generator)
-    part = weight_VD.chunk(world_size)[rank]
-    vocabulary = Vocabulary(rank * 5, 5, dist.group.WORLD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary, "CHUNK_BYTES", chunk_bytes)
-        for x_TD in (torch.eye(6), torch.randn(6, 6, generator=generator)):
-            whole_TD, whole_VD = x_TD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
-            logits_TV = whole_TD @ whole_VD.t()
-            logits_TV.retain_grad()
-            want = F.cross_entropy(logits_TV, targets_T, ignore_index=-100, reduction="sum")
-            want.backward()
-            x_tD = x_TD.chunk(world_size)[rank].clone().requires_grad_()
-            weight_vD = part.clone().requires_grad_()
-            chunks = Chunks(len(x_tD), dist.group.WORLD)
-            got = vocab_parallel_losses(x_tD, weight_vD, targets_T, vocabulary=vocabulary, chunks=chunks)
-            got.total.backward()
-            assert x_tD.grad is not None
-            assert weight_vD.grad is not None
-            torch.testing.assert_close(got.nll, want.detach(), atol=1e-5, rtol=0)
-            torch.testing.assert_close(x_tD.grad, whole_TD.grad.chunk(world_size)[rank], atol=1e-5, rtol=0)
-            torch.testing.assert_close(weight_vD.grad, whole_VD.grad.chunk(world_size)[rank], atol=1e-5, rtol=0)
-            if torch.equal(x_TD, torch.eye(6)):
-                logits_grad_Tv = weight_vD.grad.t()
-                want_grad_Tv = logits_TV.grad.chunk(world_size, dim=1)[rank]
-                torch.testing.assert_close(logits_grad_Tv, want_grad_Tv, atol=1e-5, rtol=0)
-                assert not logits_grad_Tv[[2, 5]].any(), "an ignored position has exactly no gradient"
-                assert logits_grad_Tv[[0, 1, 3, 4]].abs().amin() > 1e-3, "every other has one on every rank"
-            ignored = [i for i in (2, 5) if i // 3 == rank]
-            assert not x_tD.grad[[i % 3 for i in ignored]].any()
-    return True
-
-
-@pytest.mark.parametrize("chunk_bytes", [2**24, 40])
-@pytest.mark.requirement("R-TP-03")
-def test_vocabulary_parallel_gradients_match_one_rank(chunk_bytes: int) -> None:
-    assert run_ranks(_vocabulary_gradients, 2, chunk_bytes) == [True, True]
-
-
 LAYOUTS = [Case(), Case(tp=2, ep=2), Case(tp=4, ep=4), Case(dp=2), Case(dp=2, tp=2, ep=2)]
 
 
@@ -257,15 +210,9 @@ def test_an_odd_vocabulary_matches_one_process(tp: int, tied: bool, tmp_path: An
     torch.testing.assert_close(logits, stock(input_ids=batch.ids).logits, atol=1e-5, rtol=0)
 
 
-def _refuse_dropout(rank: int, world_size: int) -> None:
-    mesh = build_mesh(ParallelLayout(tp=2, ep=2), num_key_value_heads=2)
-    with pytest.raises(ValueError, match=r"attention_dropout=0\.1 is not supported when tp=2 ranks share a model"):
-        GatherMoeForCausalLM(tiny_config(attention_dropout=0.1), mesh=mesh)
-
-
 @pytest.mark.requirement("R-TP-07")
 def test_dropout_in_a_group_is_refused() -> None:
-    run_ranks(_refuse_dropout, 2)
+    """When the settings are resolved; test_model_errors.py has the model itself."""
     assert "attention_dropout=0.1 cannot be used with tp=2" in faults_of(
         {"parallel": {"tp": 2}}, dropout=0.1, sizes=TINY
     )

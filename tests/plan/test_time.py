@@ -17,27 +17,13 @@ from recipe.plan.traffic import planned_traffic, ring_bytes
 from recipe.plan.wire_time import Ring, call_seconds, ring_of
 from recipe.shared.flops import model_flops_per_token
 from tests.plan_hardware import flat_hardware
+from tests.traffic_jobs import MODEL as SMALL
 from tests.traffic_jobs import WIRE as WITHOUT_OVERLAP
 from tests.traffic_jobs import small_job
 
-MODEL: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 4096,
-    "qk_norm": "head",
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
-}
+SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 96, "head_dim": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": "head"}
+MODEL: dict[str, Any] = {**SMALL, **SIZES, **HEADS, "num_hidden_layers": 3, "max_position_embeddings": 4096}
 WIRE = replace(WITHOUT_OVERLAP, overlap=True)
 
 

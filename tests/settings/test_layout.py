@@ -4,10 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from modeling.execution import Execution
-from modeling.experts_grouped import grouped_backend
 from recipe.settings.resolve import WorldInfo
 from tests.resolving import TINY, faults_of, resolve
 
@@ -148,94 +145,6 @@ def test_the_default_zero_stage_avoids_reductions_between_nodes_per_micro_batch(
     assert resolve(None, "--gradient_accumulation_steps=2", world=two_nodes).zero_stage == 1
     assert resolve(None, world=two_nodes).zero_stage == 2
     assert resolve(None, "--gradient_accumulation_steps=2", world=8).zero_stage == 2
-
-
-def test_parallel_options_name_what_auto_became() -> None:
-    got = resolve({"parallel": {"ep": 1}})
-    assert got.execution.cuda_graph is False
-    assert got.execution.experts_backend == "loop"
-    assert got.execution == Execution(
-        overlap=True, overlap_chunks=None, regather=False, token_dtype="auto", combine_dtype="auto"
-    )
-    assert '"parallel.overlap": "auto" became true: transfers travel while others are worked on' in got.notes
-    assert '"parallel.regather": "auto" became false: gathered tokens are kept, ep=1' in got.notes
-    alone = resolve({"parallel": {"tp": 1}})
-    assert not alone.execution.overlap
-    assert '"parallel.overlap": "auto" became false: there is one rank in a group' in alone.notes
-    assert resolve({"parallel": {"tp": 2, "ep": 2}}).execution.regather
-    told = {"overlap": False, "overlap_chunks": 3, "regather": True, "token_dtype": "float8_e4m3"}
-    asked = resolve({"parallel": {**told, "combine_dtype": "float32"}}).execution
-    assert asked == Execution(**told, combine_dtype="float32")
-    assert resolve({"parallel": {"tp": 2, "ep": 2, "resident_experts": 2}}).execution.resident_experts == 2
-    assert '"parallel.cuda_graph": "auto" became false: there are no CUDA graphs on a CPU' in got.notes
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (12, 0)])
-@pytest.mark.parametrize(("flags", "dtype"), [(["--bf16"], torch.bfloat16), ([], torch.float32)])
-def test_auto_takes_the_grouped_product_that_leaves_the_host_alone(
-    flags: list[str], dtype: torch.dtype, capability: tuple[int, int]
-) -> None:
-    gpu = WorldInfo(world_size=4, local_world_size=4, device="cuda", compute_capability=capability)
-    assert resolve(None, *flags, world=gpu).execution.experts_backend == grouped_backend(dtype, capability=capability)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "fault"),
-    [
-        ({"overlap": "yes"}, '"parallel.overlap": \'yes\' is not one of "auto", true, false'),
-        ({"regather": 1}, '"parallel.regather": 1 is not one of "auto", true, false'),
-        ({"overlap_chunks": 0}, '"parallel.overlap_chunks": 0 must be at least 1; "auto" takes what pays'),
-        ({"overlap_chunks": "many"}, "'many' is not a whole number; give one or \"auto\""),
-        ({"token_dtype": "fp8"}, "\"parallel.token_dtype\": 'fp8' is not one of auto, float8_e4m3"),
-        (
-            {"token_dtype": "float8_e4m3", "strategy": "gather_weights", "tp": 2},
-            '"parallel.token_dtype": "float8_e4m3" is for strategy "gather_tokens", the only one that gathers tokens',
-        ),
-        (
-            {"combine_dtype": "float32", "tp": 1},
-            '"parallel.combine_dtype": "float32" has no effect with tp=1, where nothing travels; use "auto"',
-        ),
-        ({"combine_dtype": "half"}, "\"parallel.combine_dtype\": 'half' is not one of auto, float32"),
-        ({"resident_experts": "x"}, "\"parallel.resident_experts\" in the DeepSpeed configuration: 'x' is not"),
-        (
-            {"resident_experts": -1},
-            '"parallel": resident_experts=-1 must be at least 0, which makes no copies',
-        ),
-        (
-            {"resident_experts": 1, "tp": 2, "ep": 1},
-            '"parallel": resident_experts=1 needs ep > 1: with ep=1 every rank holds a slice of every',
-        ),
-        (
-            {"resident_experts": 1, "tp": 2, "ep": 2, "strategy": "all_to_all"},
-            "resident_experts=1 is for strategy gather_tokens, where every rank knows all routing, not for all_to_all",
-        ),
-        (
-            {"resident_experts": 3, "tp": 2, "ep": 2},
-            "3 copies do not fit: of num_experts=4 over ep=2 a rank can copy 0 to 2",
-        ),
-        (
-            {"strategy": "magic"},
-            "\"parallel.strategy\": 'magic' is not one of gather_tokens, gather_weights, all_to_all",
-        ),
-        ({"strategy": "all_to_all", "tp": 2, "ep": 1}, "needs whole experts on each rank: ep=2 with tp=2, not ep=1"),
-        (
-            {"strategy": "gather_weights", "tp": 2, "ep": 2},
-            "needs a slice of every expert on each rank: ep=1 with tp=2",
-        ),
-        ({"experts_backend": "fast"}, "\"parallel.experts_backend\": 'fast' is not one of auto, loop, grouped, triton"),
-        ({"experts_backend": "grouped", "tp": 4, "ep": 1}, "moe_intermediate_size / etp=2 must be a multiple of 4"),
-        (["tp"], "\"parallel\" must be an object of keys and values, got ['tp']"),
-    ],
-)
-def test_parallel_values_that_cannot_hold_are_refused(parallel: Any, fault: str) -> None:
-    assert fault in faults_of({"parallel": parallel}, sizes=replace(TINY, moe_intermediate_size=8))
-
-
-def test_copies_of_experts_need_whole_weights_between_steps() -> None:
-    parallel = {"parallel": {"tp": 2, "ep": 2, "resident_experts": 1}}
-    fault = '"parallel.resident_experts" cannot be used with ZeRO-3, which leaves no rank whole experts to lend'
-    assert fault in faults_of({**parallel, "zero_optimization": {"stage": 3}})
-    assert resolve({**parallel, "zero_optimization": {"stage": 2}}).zero_stage == 2
 
 
 def test_placing_experts_needs_whole_ones_that_can_move() -> None:
