@@ -17,7 +17,7 @@ from recipe.checkpoint.commit import Save
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import find_checkpoint
 from recipe.checkpoint.run_folder import claim_run_folder
-from recipe.shared.errors import CheckpointError
+from recipe.shared.errors import CheckpointWriteError, RanksFailedError
 from recipe.shared.ranks import OneRank, TorchRanks
 from tests import dying_saver, saves
 from tests.dying_saver import content, recover
@@ -146,10 +146,10 @@ def read_only_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_read_only_folder_is_named_and_what_it_holds_stays_readable(read_only_folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="Read-only file system"):
+    with pytest.raises(RanksFailedError, match="Read-only file system"):
         claim_run_folder(read_only_folder, ranks=OneRank(), resume="auto", overwrite=False)
     root = read_only_folder / "checkpoints"
-    with pytest.raises(CheckpointError, match=r"step-2 could not be saved in .*Read-only file system"):
+    with pytest.raises(CheckpointWriteError, match=r"step-2 could not be saved in .*Read-only file system"):
         saves.save(root, 2)
     found = find_checkpoint(root, resume="auto", ranks=OneRank(), say=lambda line: None)
     assert found is not None
