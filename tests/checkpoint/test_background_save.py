@@ -93,7 +93,8 @@ def _fail_on_rank_1(rank: int) -> Callable[[Path, Files], None]:
 
 
 @pytest.mark.parametrize("noticed", ["at the end", "at the next save"])
-def test_r_ckpt_10_an_error_is_raised_on_all_ranks_alike_as_a_save_in_the_foreground_raises_it(
+@pytest.mark.requirement("R-CKPT-10")
+def test_an_error_is_raised_on_all_ranks_alike_as_a_save_in_the_foreground_raises_it(
     noticed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipe.checkpoint.commit.free_bytes", lambda path: 12_345)
@@ -187,7 +188,8 @@ def test_copies_in_pinned_memory_are_waited_for_once_and_kept_for_the_thread_tha
     assert sorted(dropped) == ["a", "b"]
 
 
-def test_r_ckpt_12_a_rank_that_waits_alone_is_told_who_is_missing(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-12")
+def test_a_rank_that_waits_alone_is_told_who_is_missing(tmp_path: Path) -> None:
     told: list[str] = []
 
     class Alone(OneRank):

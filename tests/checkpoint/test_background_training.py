@@ -131,7 +131,8 @@ def train_until_told_in_a_save(rank: int, world_size: int, flags: Flags) -> tupl
 
 
 @pytest.mark.parametrize("world_size", [1, slow(2)])
-def test_r_ckpt_11_a_stop_completes_the_save_in_flight_and_saves_its_own_step(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-11")
+def test_a_stop_completes_the_save_in_flight_and_saves_its_own_step(world_size: int, tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1}) | {"hf_save": "never"}
     flags |= {"save_steps": 2, "max_steps": 9, "async_save": True}
     results, said = run_ranks(train_until_told_in_a_save, world_size, flags)[0]

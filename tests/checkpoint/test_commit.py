@@ -51,7 +51,8 @@ def test_latest_is_a_relative_link_to_the_last_one_saved(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("latest", ["empty file", "dangling link"])
-def test_r_ckpt_01_a_bad_latest_is_replaced_by_the_next_save(latest: str, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-01")
+def test_a_bad_latest_is_replaced_by_the_next_save(latest: str, tmp_path: Path) -> None:
     if latest == "empty file":
         (tmp_path / "latest").touch()
     else:
@@ -104,7 +105,8 @@ def break_two(root: Path) -> None:
         pytest.param((1, 2, 3, 4), break_two, 5, 2, [0, 3, 5], id="a broken one does not take a good one's place"),
     ],
 )
-def test_r_ckpt_04_rotation_keeps_the_newest_complete_ones(
+@pytest.mark.requirement("R-CKPT-04")
+def test_rotation_keeps_the_newest_complete_ones(
     before: tuple[int, ...], change: Callable[[Path], Any], last: int, keep: int, want: list[int], tmp_path: Path
 ) -> None:
     for step in before:
@@ -115,13 +117,15 @@ def test_r_ckpt_04_rotation_keeps_the_newest_complete_ones(
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_r_ckpt_04_keeping_none_is_refused(keep: int, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-04")
+def test_keeping_none_is_refused(keep: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"keep={keep} would delete .* keep at least 1, or None to keep all"):
         save(tmp_path, 1, keep=keep)
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_r_ckpt_10_a_full_disk_on_one_rank_fails_all_alike_and_leaves_the_previous_checkpoint(
+@pytest.mark.requirement("R-CKPT-10")
+def test_a_full_disk_on_one_rank_fails_all_alike_and_leaves_the_previous_checkpoint(
     failing: int, tmp_path: Path
 ) -> None:
     def save_with_a_failing_rank(ranks: Ranks) -> None:
@@ -158,7 +162,8 @@ def small_files_only() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_r_ckpt_10_a_save_cut_off_by_the_system_removes_its_partial_files(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-10")
+def test_a_save_cut_off_by_the_system_removes_its_partial_files(tmp_path: Path) -> None:
     with small_files_only():
         save(tmp_path, 10, write=write_file("small"))
     message = r"File too large.* 4,096 bytes were written .* untouched: step-10"
@@ -295,7 +300,8 @@ def _save_one_sided(rank: int, world_size: int, caller: int, root: Path, release
 
 
 @pytest.mark.parametrize("caller", [0, 1])
-def test_r_ckpt_12_saving_from_one_rank_names_the_missing_one_in_time(caller: int, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-12")
+def test_saving_from_one_rank_names_the_missing_one_in_time(caller: int, tmp_path: Path) -> None:
     root, released = tmp_path / "checkpoints", tmp_path / "released"
     messages = run_ranks(_save_one_sided, 2, caller, root, released, timeout_s=10.0)
     assert f"saving step-3: rank {caller} waited 0.3 s, but ranks [{1 - caller}] of 2 did not come" in messages[caller]

@@ -55,13 +55,13 @@ def test_the_pairs_are_all_pairs_of_layouts_stages_and_shares_of_experts() -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "targets"), PAIRS, ids=lambda value: str(value) if isinstance(value, Case) else "")
-def test_r_ckpt_08_any_layout_goes_on_in_any_other(
-    tmp_path: Path, source: Case, targets: list[tuple[Case, int]]
-) -> None:
+@pytest.mark.requirement("R-CKPT-08")
+def test_any_layout_goes_on_in_any_other(tmp_path: Path, source: Case, targets: list[tuple[Case, int]]) -> None:
     check_targets(make_source(tmp_path, source), [layout._replace(stage=stage) for layout, stage in targets])
 
 
-def test_r_ckpt_08_one_rank_goes_on_without_zero(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-08")
+def test_one_rank_goes_on_without_zero(tmp_path: Path) -> None:
     check_targets(make_source(tmp_path, Case(stage=2)), [Case(stage=0)])
 
 
@@ -79,7 +79,8 @@ TO_ANY = [BF16._replace(dp=2, stage=1), BF16._replace(tp=4, ep=4, stage=2), BF16
     ],
     ids=lambda value: str(value) if isinstance(value, Case) else "",
 )
-def test_r_ckpt_08_one_precision_goes_on_in_another_from_the_optimizers_own_numbers(
+@pytest.mark.requirement("R-CKPT-08")
+def test_one_precision_goes_on_in_another_from_the_optimizers_own_numbers(
     tmp_path: Path, source: Case, targets: list[Case]
 ) -> None:
     check_targets(make_source(tmp_path, source), targets, tolerance=0.02)
@@ -87,7 +88,8 @@ def test_r_ckpt_08_one_precision_goes_on_in_another_from_the_optimizers_own_numb
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_r_ckpt_13_tied_embeddings_and_full_width_norms_go_on(tmp_path: Path, stage: int) -> None:
+@pytest.mark.requirement("R-CKPT-13")
+def test_tied_embeddings_and_full_width_norms_go_on(tmp_path: Path, stage: int) -> None:
     config = config_of(tie_word_embeddings=True, qk_norm="full", score_function="softmax", vocab_size=51)
     source = make_source(tmp_path, Case(tp=2, ep=2, stage=stage), config=config)
     assert "lm_head.weight" not in source.by_rank[0].held["weight"]
@@ -233,7 +235,8 @@ def resume_whole(rank: int, world_size: int, checkpoint: Checkpoint, config: Gat
     return resume_saying(start_engine(config, full_state(config, seed=2), case), checkpoint, case)
 
 
-def test_r_ckpt_08_whole_tensors_go_on_in_any_layout(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-08")
+def test_whole_tensors_go_on_in_any_layout(tmp_path: Path) -> None:
     source, out = make_source(tmp_path / "source", Case(stage=2)), tmp_path / "out"
     (out / "ranks").mkdir(parents=True)
     (out / "ranks" / "rank-00000.pt").write_bytes((tmp_path / "source" / "ranks" / "rank-00000.pt").read_bytes())
@@ -264,7 +267,8 @@ def test_a_checkpoint_before_the_first_step_goes_on(tmp_path: Path) -> None:
     run_ranks(resume_from_the_start, 1, tmp_path, config_of(), Case(stage=2))
 
 
-def test_r_ckpt_09_another_layout_draws_from_the_seed_the_step_and_the_group() -> None:
+@pytest.mark.requirement("R-CKPT-09")
+def test_another_layout_draws_from_the_seed_the_step_and_the_group() -> None:
     from recipe.checkpoint.rank_files import random_states, reseed, restore_random_states
 
     def draw() -> tuple[float, float, float]:

@@ -38,7 +38,8 @@ def check_curves(run: Path, straight: Path) -> None:
 
 
 @pytest.mark.slow
-def test_r_ckpt_08_a_run_goes_on_twice_in_other_layouts(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-08")
+def test_a_run_goes_on_twice_in_other_layouts(tmp_path: Path) -> None:
     """Saved in the middle of a log line both times; the routers' jitter goes on with the stream of tokens."""
     flags = write_inputs(tmp_path) | {"max_steps": 9, "save_steps": 3, "logging_steps": 2, "hf_save": "never"}
     flags |= {"router_jitter_noise": 0.1, "balance_bias_update_rate": 0.01, "learning_rate": 1e-3}

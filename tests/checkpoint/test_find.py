@@ -78,9 +78,8 @@ def test_auto_takes_the_newest_by_step_number(root: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", DAMAGES)
-def test_r_ckpt_01_a_broken_checkpoint_is_passed_over_by_auto_and_stops_where_it_is_named(
-    reason: str, root: Path
-) -> None:
+@pytest.mark.requirement("R-CKPT-01")
+def test_a_broken_checkpoint_is_passed_over_by_auto_and_stops_where_it_is_named(reason: str, root: Path) -> None:
     DAMAGES[reason](root / "step-10")
     found, said = find(root)
     assert found.folder == root / "step-9"
@@ -111,7 +110,8 @@ def test_sizes_alone_can_be_verified_and_several_faults_are_counted(root: Path) 
         verify_checkpoint(root / "step-10", ranks=OneRank())
 
 
-def test_r_ckpt_01_every_rank_hears_of_a_fault_that_one_rank_found(root: Path) -> None:
+@pytest.mark.requirement("R-CKPT-01")
+def test_every_rank_hears_of_a_fault_that_one_rank_found(root: Path) -> None:
     flip_a_bit(root / "step-10")
     errors = on_threads(3, lambda ranks: verify_checkpoint(root / "step-10", ranks=ranks))
     assert [type(error) for error in errors] == [CheckpointBrokenError] * 3
@@ -125,7 +125,8 @@ def test_r_ckpt_01_every_rank_hears_of_a_fault_that_one_rank_found(root: Path) -
 
 
 @pytest.mark.parametrize("state", ["empty file", "dangling"])
-def test_r_ckpt_01_a_bad_latest_does_not_matter_to_auto_and_stops_when_named(state: str, root: Path) -> None:
+@pytest.mark.requirement("R-CKPT-01")
+def test_a_bad_latest_does_not_matter_to_auto_and_stops_when_named(state: str, root: Path) -> None:
     latest = root / "latest"
     latest.unlink()
     if state == "empty file":
@@ -145,20 +146,23 @@ def test_r_ckpt_01_a_bad_latest_does_not_matter_to_auto_and_stops_when_named(sta
         ("checkpoints/step-10/hf", "it holds neither manifest.json nor any step-N folder"),
     ],
 )
-def test_r_ckpt_02_a_path_without_a_checkpoint_stops(given: str, match: str, root: Path) -> None:
+@pytest.mark.requirement("R-CKPT-02")
+def test_a_path_without_a_checkpoint_stops(given: str, match: str, root: Path) -> None:
     with pytest.raises(CheckpointMissingError, match=match):
         find(root, str(root.parent / given))
 
 
 @pytest.mark.parametrize("made", [True, False])
-def test_r_ckpt_02_auto_on_a_first_run_starts_at_step_0_and_says_so(made: bool, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-02")
+def test_auto_on_a_first_run_starts_at_step_0_and_says_so(made: bool, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     if made:
         root.mkdir()
     assert find(root) == (None, [f"no checkpoint in {root} yet: starting at step 0"])
 
 
-def test_r_ckpt_02_auto_with_only_broken_checkpoints_stops_and_lists_the_reasons(root: Path) -> None:
+@pytest.mark.requirement("R-CKPT-02")
+def test_auto_with_only_broken_checkpoints_stops_and_lists_the_reasons(root: Path) -> None:
     delete_a_file(root / "step-9")
     cut_in_half(root / "step-10")
     with pytest.raises(NoCompleteCheckpointError) as caught:
@@ -168,7 +172,8 @@ def test_r_ckpt_02_auto_with_only_broken_checkpoints_stops_and_lists_the_reasons
     assert "step-10/hf/model.bin: has 5000 bytes instead of 10000" in str(caught.value)
 
 
-def test_r_ckpt_02_the_ways_to_fail_have_exit_codes_of_their_own() -> None:
+@pytest.mark.requirement("R-CKPT-02")
+def test_the_ways_to_fail_have_exit_codes_of_their_own() -> None:
     kinds = (CheckpointError, CheckpointMissingError, CheckpointBrokenError, NoCompleteCheckpointError)
     codes = {kind.exit_code for kind in kinds}
     assert len(codes) == len(kinds)

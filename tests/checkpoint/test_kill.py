@@ -30,7 +30,8 @@ NUM_MOMENTS = 20
 
 
 @pytest.mark.parametrize("what", ["a new step", "the same step", slow("in the background")])
-def test_r_ckpt_01_killed_before_any_file_system_call_of_a_save(what: str, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-01")
+def test_killed_before_any_file_system_call_of_a_save(what: str, tmp_path: Path) -> None:
     answer = subprocess.run([*PROGRAM, "everywhere", tmp_path, what], cwd=PROJECT, capture_output=True, check=True)
     left = json.loads(answer.stdout)
     versions = [state["version"] for state in left]
@@ -71,7 +72,8 @@ def run_until_killed(root: Path, *, world_size: int, whom: str, moments: random.
 @pytest.mark.parametrize(
     ("world_size", "whom"), [(3, "one rank"), slow(3, "all ranks"), slow(1, "all ranks")], ids=lambda value: str(value)
 )
-def test_r_ckpt_01_killed_at_twenty_random_moments_of_their_saves(world_size: int, whom: str, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-01")
+def test_killed_at_twenty_random_moments_of_their_saves(world_size: int, whom: str, tmp_path: Path) -> None:
     moments = random.Random(5)
     committed = num_interrupted = 0
     for _ in range(NUM_MOMENTS):
@@ -119,7 +121,8 @@ def _find(rank: int, world_size: int, root: Path) -> tuple[int, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["half a file", "one rank after its files", "in the background"])
-def test_r_ckpt_01_ranks_killed_in_a_save_leave_the_previous_checkpoint(moment: str, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-01")
+def test_ranks_killed_in_a_save_leave_the_previous_checkpoint(moment: str, tmp_path: Path) -> None:
     dying_saver.save(tmp_path, 2, version="old", keep=None)
     with pytest.raises(RankError, match=r"rank . of 2"):
         run_ranks(_die_while_saving, 2, tmp_path, moment)

@@ -45,7 +45,8 @@ def folder_of(flags: Flags, step: int) -> Path:
     return Path(flags["output_dir"]) / "checkpoints" / f"step-{step}"
 
 
-def test_r_ckpt_01_a_broken_checkpoint_of_the_last_step_is_replaced_and_one_that_is_complete_named(
+@pytest.mark.requirement("R-CKPT-01")
+def test_a_broken_checkpoint_of_the_last_step_is_replaced_and_one_that_is_complete_named(
     flags: Flags,
 ) -> None:
     (path,) = folder_of(flags, 4).glob("deepspeed/*optim_states.pt")

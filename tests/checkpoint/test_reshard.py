@@ -141,7 +141,8 @@ def remake(source: Path, *, leave_out: str = "", **details: Any) -> None:
         ({"model.vocab_size": None}, "manifest.json: its details say nothing of the model"),
     ],
 )
-def test_r_ckpt_05_a_source_without_all_parameters_of_its_model_or_with_more_is_refused(
+@pytest.mark.requirement("R-CKPT-05")
+def test_a_source_without_all_parameters_of_its_model_or_with_more_is_refused(
     changes: dict[str, Any], match: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     remake(source, **changes)
@@ -150,7 +151,8 @@ def test_r_ckpt_05_a_source_without_all_parameters_of_its_model_or_with_more_is_
     assert not (tmp_path / "out").exists()
 
 
-def test_r_ckpt_05_a_tensor_that_is_read_back_otherwise_fails_the_command(
+@pytest.mark.requirement("R-CKPT-05")
+def test_a_tensor_that_is_read_back_otherwise_fails_the_command(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A disk that gives other bytes than it was given."""
@@ -170,7 +172,8 @@ def test_r_ckpt_05_a_tensor_that_is_read_back_otherwise_fails_the_command(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_r_ckpt_05_a_tensor_that_is_not_written_fails_the_command(
+@pytest.mark.requirement("R-CKPT-05")
+def test_a_tensor_that_is_not_written_fails_the_command(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def forget_one(folder: Path, specs: Any, **options: Any) -> int:

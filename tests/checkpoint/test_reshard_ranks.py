@@ -70,7 +70,8 @@ def assert_same_tensors(out: Path, want: MemoryState) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_r_ckpt_05_no_tensor_is_lost(tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.requirement("R-CKPT-05")
+def test_no_tensor_is_lost(tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Every tensor is filled with a number of its own."""
     config = mixed_config()
     state = state_of(config, fill=lambda number, shape: torch.full(shape, 1.0 + number))

@@ -34,7 +34,8 @@ TIED = {"config_overrides": "tie_word_embeddings=true"}
         slow(2, zero(3), TIED),
     ],
 )
-def test_r_ckpt_13_ranks_resume_bitwise(
+@pytest.mark.requirement("R-CKPT-13")
+def test_ranks_resume_bitwise(
     tmp_path: Path, world_size: int, ds_config: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     # Lines are logged every two steps, so the checkpoint of step 3 lies in the middle of one.
@@ -42,7 +43,8 @@ def test_r_ckpt_13_ranks_resume_bitwise(
 
 
 @pytest.mark.slow
-def test_r_data_02_a_second_resume_goes_on_from_the_first(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-DATA-02")
+def test_a_second_resume_goes_on_from_the_first(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"save_steps": 2}
     straight, stopped = {"output_dir": tmp_path / "straight"}, {"output_dir": tmp_path / "stopped"}
     run_ranks(train_on_ranks, 2, flags | straight)
@@ -105,7 +107,8 @@ def test_the_settings_of_the_resumed_run_hold_not_those_of_the_saved_one(tmp_pat
 
 
 @pytest.mark.slow
-def test_r_ckpt_03_the_learning_rate_goes_on_after_a_resume(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-03")
+def test_the_learning_rate_goes_on_after_a_resume(tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"save_steps": 4, "max_steps": 9, "warmup_steps": 3}
     flags |= {"lr_scheduler_type": "cosine"}
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -123,7 +126,8 @@ def test_r_ckpt_03_the_learning_rate_goes_on_after_a_resume(tmp_path: Path) -> N
     assert any("had max_steps=9 and now has 10" in line for line in said)
 
 
-def test_r_ckpt_09_random_states_are_restored_per_rank(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-09")
+def test_random_states_are_restored_per_rank(tmp_path: Path) -> None:
     draws = run_ranks(draw_save_draw_restore_draw, 2, tmp_path)
     for before, after in draws:
         assert before == after

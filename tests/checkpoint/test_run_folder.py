@@ -127,9 +127,8 @@ def test_every_rank_is_refused_alike_and_only_rank_0_locks(used: Path) -> None:
     claim(used, resume="auto").release()
 
 
-def test_r_ckpt_10_a_disk_that_is_too_small_is_refused_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.requirement("R-CKPT-10")
+def test_a_disk_that_is_too_small_is_refused_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipe.checkpoint.folders.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     path = tmp_path / "not" / "yet" / "made"
     assert check_free_space(path, needed_bytes=1 << 20, ranks=OneRank()) == 1 << 20
@@ -141,7 +140,8 @@ def test_r_ckpt_10_a_disk_that_is_too_small_is_refused_on_every_rank(
     )
 
 
-def test_r_ckpt_10_the_free_space_is_that_of_the_paths_own_disk(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-10")
+def test_the_free_space_is_that_of_the_paths_own_disk(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path)
     got = check_free_space(tmp_path / "new", needed_bytes=0, ranks=OneRank())
     assert abs(got - free.f_bavail * free.f_frsize) < 1 << 30

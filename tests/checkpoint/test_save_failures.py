@@ -72,7 +72,8 @@ def train_with_a_full_disk(
 @pytest.mark.parametrize(
     ("where", "background"), [("/ranks/rank-", False), ("optim_states", False), ("optim_states", True)]
 )
-def test_r_ckpt_10_a_rank_that_cannot_write_fails_the_save_on_all_ranks_alike(
+@pytest.mark.requirement("R-CKPT-10")
+def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_alike(
     tmp_path: Path, where: str, background: bool
 ) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1}) | {"save_steps": 3, "max_steps": 12}
@@ -115,9 +116,8 @@ def train_and_die_in_the_second_save(rank: int, world_size: int, flags: Flags, *
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["one rank", "all ranks"])
-def test_r_ckpt_01_a_training_run_killed_in_a_save_goes_on_from_the_checkpoint_before(
-    whom: str, tmp_path: Path
-) -> None:
+@pytest.mark.requirement("R-CKPT-01")
+def test_a_training_run_killed_in_a_save_goes_on_from_the_checkpoint_before(whom: str, tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1}) | {"save_steps": 2}
     with pytest.raises(RankError, match=r"rank \d of 2:\n(the process died with exit code -9|Traceback)"):
         run_ranks(train_and_die_in_the_second_save, 2, flags, whom=whom)

@@ -77,7 +77,8 @@ def edit(folder: Path, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
-def test_r_ckpt_05_a_missing_or_unlisted_tensor_is_an_error(folder: Path) -> None:
+@pytest.mark.requirement("R-CKPT-05")
+def test_a_missing_or_unlisted_tensor_is_an_error(folder: Path) -> None:
     tensors = json.loads((folder / "training.json").read_text())["tensors"]
     edit(folder, tensors={**tensors, "c": {"shape": [2], "kinds": ["weight", "exp_avg"]}})
     with pytest.raises(CheckpointBrokenError, match=r"lists 5 tensors, the files hold 3; missing \['exp_avg/c', 'wei"):

@@ -15,7 +15,8 @@ from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_r_data_01_resume_in_the_second_epoch_goes_on_as_if_uninterrupted(num_workers: int) -> None:
+@pytest.mark.requirement("R-DATA-01")
+def test_resume_in_the_second_epoch_goes_on_as_if_uninterrupted(num_workers: int) -> None:
     blocks = numbered_blocks(12)
     whole = take_rows(blocks, position=0, num_steps=36, num_workers=num_workers)
     epochs = [[row for step in whole[e * 12 : e * 12 + 12] for row in step] for e in range(3)]
@@ -27,7 +28,8 @@ def test_r_data_01_resume_in_the_second_epoch_goes_on_as_if_uninterrupted(num_wo
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_r_data_02_a_run_resumed_twice_sees_the_batches_of_one_uninterrupted_run(num_workers: int) -> None:
+@pytest.mark.requirement("R-DATA-02")
+def test_a_run_resumed_twice_sees_the_batches_of_one_uninterrupted_run(num_workers: int) -> None:
     blocks = numbered_blocks(31)
     options = LoaderOptions(num_sequences=2, accumulation=3, seed=5, num_workers=num_workers)
     want = take_rows(blocks, position=0, num_steps=12, num_sequences=2, accumulation=3, seed=5)
@@ -43,7 +45,8 @@ def test_r_data_02_a_run_resumed_twice_sees_the_batches_of_one_uninterrupted_run
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 @pytest.mark.parametrize("num_files", [4, 1])
-def test_r_data_03_every_dp_rank_gets_its_own_rows(tmp_path: Any, num_files: int, num_workers: int) -> None:
+@pytest.mark.requirement("R-DATA-03")
+def test_every_dp_rank_gets_its_own_rows(tmp_path: Any, num_files: int, num_workers: int) -> None:
     per_file = 20 // num_files
     for file in range(num_files):
         rows = range(file * per_file, (file + 1) * per_file)
@@ -58,7 +61,8 @@ def test_r_data_03_every_dp_rank_gets_its_own_rows(tmp_path: Any, num_files: int
 
 
 @pytest.mark.parametrize("rows_by_file", [(5,), (3, 0, 5, 2)])
-def test_r_data_04_every_rank_takes_the_same_number_of_steps(tmp_path: Any, rows_by_file: tuple[int, ...]) -> None:
+@pytest.mark.requirement("R-DATA-04")
+def test_every_rank_takes_the_same_number_of_steps(tmp_path: Any, rows_by_file: tuple[int, ...]) -> None:
     for file, num_rows in enumerate(rows_by_file):
         write_rows(tmp_path / f"part{file}.jsonl", ["w1 w2 w3"] * num_rows)
     said: list[str] = []
@@ -163,7 +167,8 @@ def _check_good_and_broken(rank: int, world_size: int) -> tuple[Any, Any]:
     )
 
 
-def test_r_data_05_ranks_of_a_group_hold_equal_batches_or_all_ranks_stop() -> None:
+@pytest.mark.requirement("R-DATA-05")
+def test_ranks_of_a_group_hold_equal_batches_or_all_ranks_stop() -> None:
     checksums, messages = zip(*run_ranks(_check_good_and_broken, 4, timeout_s=60), strict=True)
     assert checksums[0] == checksums[1] != checksums[2] == checksums[3]
     assert len(set(messages)) == 1
@@ -171,7 +176,8 @@ def test_r_data_05_ranks_of_a_group_hold_equal_batches_or_all_ranks_stop() -> No
     assert "ranks [3] hold other batches than rank 2 of their group (tp=2)" in messages[0]
 
 
-def test_r_data_05_groups_that_share_sequences_are_named() -> None:
+@pytest.mark.requirement("R-DATA-05")
+def test_groups_that_share_sequences_are_named() -> None:
     messages = run_ranks(_check_batches_of_ranks, 2, 1, dp_ranks=[0, 0], seeds=[0, 0])
     assert messages[0] == messages[1]
     assert "ranks [0, 1] of different groups hold the same sequences of the stream" in messages[0]

@@ -19,7 +19,8 @@ from tests.thread_ranks import on_threads
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
-def test_r_data_07_the_number_of_workers_changes_nothing(tmp_path: Path, num_files: int) -> None:
+@pytest.mark.requirement("R-DATA-07")
+def test_the_number_of_workers_changes_nothing(tmp_path: Path, num_files: int) -> None:
     for file in range(num_files):
         write_rows(tmp_path / f"part{file}.jsonl", [f"w{(file * 50 + i) % 200} w{i}" for i in range(50)])
     files, words = str(tmp_path / "part*.jsonl"), save_words(tmp_path / "words")
@@ -40,7 +41,8 @@ def test_r_data_07_the_number_of_workers_changes_nothing(tmp_path: Path, num_fil
     assert len(seen[0]) > 100 * num_files
 
 
-def test_r_data_08_documents_without_text_are_skipped_and_counted(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-DATA-08")
+def test_documents_without_text_are_skipped_and_counted(tmp_path: Path) -> None:
     rows = [{"text": ""}, {"text": "   "}, {"text": None}, {"other": 1}, {"text": [""]}, {"text": "w1 w2 w3"}]
     path = write_json(tmp_path / "a.jsonl", rows)
     said: list[str] = []
@@ -54,7 +56,8 @@ def test_r_data_08_documents_without_text_are_skipped_and_counted(tmp_path: Path
     ("texts", "counts"),
     [(["", "  ", None], ".*a.jsonl: 3 empty, 0 invalid.*text_column"), ([], "there are no documents")],
 )
-def test_r_data_08_nothing_left_stops_at_start(tmp_path: Path, texts: list[Any], counts: str) -> None:
+@pytest.mark.requirement("R-DATA-08")
+def test_nothing_left_stops_at_start(tmp_path: Path, texts: list[Any], counts: str) -> None:
     with pytest.raises(ValueError, match=rf"no document with text is left in .*a.jsonl \({counts}"):
         prepare(tmp_path, texts)
 
@@ -78,7 +81,8 @@ def _read_invalid(rank: int, world_size: int, folder: Path, *, skip: bool) -> An
     return all_tokens(data.train), data.report["corpora"][0]["skipped"]
 
 
-def test_r_data_10_invalid_utf_8_stops_every_rank_or_is_skipped_and_counted(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-DATA-10")
+def test_invalid_utf_8_stops_every_rank_or_is_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text":"w1 w2 w3"}\n{"text":"\xfb\xff"}\n{"text":"w4 w5 w6"}\n')
     save_words(tmp_path / "words")

@@ -49,7 +49,8 @@ def test_chunks_are_cut_in_front_of_a_word() -> None:
     assert list(split_text(["", ""])) == []
 
 
-def test_r_data_09_chunks_give_the_tokens_of_the_whole_text(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-DATA-09")
+def test_chunks_give_the_tokens_of_the_whole_text(tmp_path: Path) -> None:
     text = english()
     encoder = TextEncoder(small_bpe(tmp_path))
     sample = (text * 3)[:50_000]
@@ -60,7 +61,8 @@ def test_r_data_09_chunks_give_the_tokens_of_the_whole_text(tmp_path: Path) -> N
         assert np.array_equal(np.concatenate(encoder.encode(chunks)), whole)
 
 
-def test_r_data_09_a_huge_document_without_line_breaks_is_quick(tmp_path: Path, capfd: Any) -> None:
+@pytest.mark.requirement("R-DATA-09")
+def test_a_huge_document_without_line_breaks_is_quick(tmp_path: Path, capfd: Any) -> None:
     letters = "".join(random.Random(0).choices("abcdefghij", k=50_000))
     small_bpe(tmp_path / "bpe", vocab_size=300)
     texts = [letters * 100, *["a short document"] * 10]  # 5 MB with no white space at all
@@ -186,9 +188,8 @@ def test_a_trained_tokenizer_reads_back_any_text(tmp_path: Path) -> None:
         ({"bos": True}, [BOS_ID]),
     ],
 )
-def test_r_data_06_exactly_one_eos_after_each_document(
-    tmp_path: Path, kinds: dict[str, bool], prefix: list[int]
-) -> None:
+@pytest.mark.requirement("R-DATA-06")
+def test_exactly_one_eos_after_each_document(tmp_path: Path, kinds: dict[str, bool], prefix: list[int]) -> None:
     words = save_words(tmp_path / "words", **kinds)
     data = prepare(tmp_path, ["w0 w1 w2", "w3 <eos> w4 w5", "w6 w7"], tokenizer_name=words, block_size=2)
     stored = np.fromfile(Path(data.report["corpora"][0]["cache"]) / "tokens.bin", dtype="<u2").tolist()
@@ -199,7 +200,8 @@ def test_r_data_06_exactly_one_eos_after_each_document(
     assert data.tokenizer.pad_token is None
 
 
-def test_r_data_06_a_tokenizer_without_eos_names_the_option(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-DATA-06")
+def test_a_tokenizer_without_eos_names_the_option(tmp_path: Path) -> None:
     words = save_words(tmp_path / "words", eos=False)
     read = partial(prepare, tmp_path, ["w0 w1 w2 w3"], tokenizer_name=words)
     with pytest.raises(ValueError, match=r"has no end-of-sequence token .* name one of its tokens with --eos_token"):
@@ -213,7 +215,8 @@ def test_r_data_06_a_tokenizer_without_eos_names_the_option(tmp_path: Path) -> N
     assert data.tokenizer.eos_token_id == BOS_ID
 
 
-def test_r_data_06_a_tokenizer_in_python_that_appends_eos_itself() -> None:
+@pytest.mark.requirement("R-DATA-06")
+def test_a_tokenizer_in_python_that_appends_eos_itself() -> None:
     from transformers import ByT5Tokenizer
 
     encoder = TextEncoder(with_eos(ByT5Tokenizer(), eos_token=None))

@@ -61,13 +61,15 @@ def test_the_variables_of_both_launchers(environ: dict[str, str]) -> None:
     assert world.num_nodes == 2
 
 
-def test_r_launch_04_no_variables_are_a_world_of_one() -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_no_variables_are_a_world_of_one() -> None:
     world = read_world(CPU)
     assert (world.rank, world.world_size, world.local_world_size, world.num_nodes) == (0, 1, 1, 1)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
-def test_r_launch_04_a_missing_variable_is_named(missing: str) -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_a_missing_variable_is_named(missing: str) -> None:
     environ = {name: value for name, value in DEEPSPEED.items() if name != missing}
     with pytest.raises(ValueError, match=rf"{missing} is not set, but \w+=\d \w+=\d is; start with `deepspeed "):
         read_world(environ)
@@ -85,19 +87,22 @@ def test_r_launch_04_a_missing_variable_is_named(missing: str) -> None:
         ({"DS_ACCELERATOR": "xpu"}, r"DS_ACCELERATOR='xpu' is not supported; it must be cpu or cuda"),
     ],
 )
-def test_r_launch_04_an_odd_variable_is_named(changes: dict[str, str], message: str) -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_an_odd_variable_is_named(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_world(DEEPSPEED | changes)
 
 
-def test_r_launch_04_who_prints_is_known_even_from_odd_variables() -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_who_prints_is_known_even_from_odd_variables() -> None:
     assert (rank_from(DEEPSPEED), local_rank_from(DEEPSPEED)) == (3, 1)
     for odd in ({}, {"RANK": "", "LOCAL_RANK": ""}, {"RANK": "x", "LOCAL_RANK": "-1"}, {"RANK": "1.5"}):
         assert (rank_from(odd), local_rank_from(odd)) == (0, 0)
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_r_launch_04_many_processes_without_ranks_are_refused(variable: str) -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_many_processes_without_ranks_are_refused(variable: str) -> None:
     with pytest.raises(ValueError, match=rf"started 8 processes \({variable}=8\) but RANK, LOCAL_RANK and WORLD_SIZE"):
         read_world(CPU | {variable: "8"})
     assert read_world(CPU | {variable: "1"}).world_size == 1
@@ -122,7 +127,8 @@ def test_the_compute_capability_is_that_of_this_ranks_gpu(monkeypatch: pytest.Mo
     assert [compute_capability(replace(world, local_rank=i)) for i in (0, 1, 5)] == [(8, 0), (8, 1), (8, 1)]
 
 
-def test_r_launch_01_a_run_with_other_ranks_than_expected_stops() -> None:
+@pytest.mark.requirement("R-LAUNCH-01")
+def test_a_run_with_other_ranks_than_expected_stops() -> None:
     world = read_world(DEEPSPEED)
     check_world_size(world, expected=None)
     check_world_size(world, expected=4)
@@ -149,7 +155,8 @@ def _start(environ: Mapping[str, str], **changes: Any) -> None:
         stop_ranks(world)
 
 
-def test_r_launch_04_a_missing_peer_on_one_node(quiet_machine: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_a_missing_peer_on_one_node(quiet_machine: Path) -> None:
     environ = ONE_NODE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     message = (
         rf"rank 0 waited 0\.2 s at the meeting file of launcher process {os.getppid()} "
@@ -160,7 +167,8 @@ def test_r_launch_04_a_missing_peer_on_one_node(quiet_machine: Path) -> None:
         _start(environ)
 
 
-def test_r_launch_04_a_missing_peer_of_ranks_started_by_hand(quiet_machine: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_a_missing_peer_of_ranks_started_by_hand(quiet_machine: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
@@ -177,9 +185,8 @@ def test_r_launch_04_a_missing_peer_of_ranks_started_by_hand(quiet_machine: Path
         ({"MASTER_ADDR": "localhost", "MASTER_PORT": "high"}, r"MASTER_PORT='high' must be a whole number"),
     ],
 )
-def test_r_launch_04_ranks_started_by_hand_need_an_address(
-    quiet_machine: Path, changes: dict[str, str], message: str
-) -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_ranks_started_by_hand_need_an_address(quiet_machine: Path, changes: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _start(CPU | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"} | changes)
 
@@ -197,7 +204,8 @@ def test_more_ranks_than_gpus(quiet_machine: Path, monkeypatch: pytest.MonkeyPat
         start_ranks(world, environ={}, say=print)
 
 
-def test_r_launch_02_starting_removes_dead_buffers_first(quiet_machine: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_starting_removes_dead_buffers_first(quiet_machine: Path) -> None:
     buffer = quiet_machine / "shm" / "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0"
     buffer.write_bytes(b"x")
     with pytest.raises(RendezvousError, match=r"missing \[1\]"):
@@ -238,13 +246,15 @@ def _in_processes(environs: list[dict[str, str]], folder: Path) -> list[Any]:
             process.join()
 
 
-def test_r_launch_04_one_process_joins_a_group_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_one_process_joins_a_group_of_its_own(tmp_path: Path) -> None:
     [(total, backend, environ, said)] = _in_processes([dict(CPU)], tmp_path)
     assert (total, backend, said) == (1.0, "gloo", [])
     assert (environ["RANK"], environ["LOCAL_RANK"], environ["WORLD_SIZE"]) == ("0", "0", "1")
 
 
-def test_r_launch_03_ranks_of_one_node_need_no_port(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-03")
+def test_ranks_of_one_node_need_no_port(tmp_path: Path) -> None:
     """No MASTER_ADDR and no MASTER_PORT at all; LOCAL_SIZE goes, and nothing is left in the folder."""
     ranks = [ONE_NODE | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
     for total, backend, environ, _ in _in_processes(ranks, tmp_path):
@@ -282,7 +292,8 @@ def _job(folder: Path, *, port: int, sleep_s: float) -> list[str]:
 
 
 @pytest.mark.slow
-def test_r_launch_03_two_launchers_at_once_on_a_busy_port(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-03")
+def test_two_launchers_at_once_on_a_busy_port(tmp_path: Path) -> None:
     """Each job of two ranks finds its own, although both are told the same port and somebody listens on it."""
     before = shared_memory()
     with socket.socket() as server:
@@ -299,7 +310,8 @@ def test_r_launch_03_two_launchers_at_once_on_a_busy_port(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
-def test_r_launch_02_a_killed_run_leaves_no_shared_memory(tmp_path: Path, kill: signal.Signals) -> None:
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_a_killed_run_leaves_no_shared_memory(tmp_path: Path, kill: signal.Signals) -> None:
     before = shared_memory()
     with running(_job(tmp_path, port=29500 + kill, sleep_s=60), TMPDIR=str(tmp_path)) as job:
         assert job.stdout is not None

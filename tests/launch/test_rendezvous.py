@@ -56,7 +56,8 @@ def test_a_process_is_known_by_its_start(dead_process: ProcessId) -> None:
     assert not is_alive(dead_process)
 
 
-def test_r_launch_03_two_jobs_at_once_do_not_mix(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-03")
+def test_two_jobs_at_once_do_not_mix(tmp_path: Path) -> None:
     folder = private_folder(tmp_path)
 
     def join(job: str, rank: int) -> set[str]:
@@ -109,7 +110,8 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, make: Callabl
         private_folder(tmp_path)
 
 
-def test_r_launch_04_a_missing_rank_is_named() -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_a_missing_rank_is_named() -> None:
     with pytest.raises(
         RendezvousError, match=r"rank 2 waited 0\.1 s at a place: .* \[0, 1, 2\], present \[2\], .* \[0, 1\]"
     ):
@@ -130,7 +132,8 @@ def test_the_same_rank_twice_is_refused() -> None:
         wait_for_all(store, rank=0, world_size=1, timeout_s=1, meeting="a place")
 
 
-def test_r_launch_03_a_busy_port_names_itself_and_its_holder(taken_port: int) -> None:
+@pytest.mark.requirement("R-LAUNCH-03")
+def test_a_busy_port_names_itself_and_its_holder(taken_port: int) -> None:
     message = (
         rf"port {taken_port} is already in use by process {os.getpid()} \(.+\); choose another one with MASTER_PORT"
     )
@@ -138,7 +141,8 @@ def test_r_launch_03_a_busy_port_names_itself_and_its_holder(taken_port: int) ->
         open_tcp_store("127.0.0.1", port=taken_port, world_size=2, serve=True, timeout_s=5)
 
 
-def test_r_launch_04_an_address_where_nobody_answers_is_named() -> None:
+@pytest.mark.requirement("R-LAUNCH-04")
+def test_an_address_where_nobody_answers_is_named() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # taken, but nobody listens
         port = silent.getsockname()[1]

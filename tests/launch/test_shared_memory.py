@@ -22,7 +22,8 @@ def _buffer(folder: Path, name: str) -> Path:
     return path
 
 
-def test_r_launch_02_buffers_of_dead_runs_are_removed_and_named(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_buffers_of_dead_runs_are_removed_and_named(tmp_path: Path) -> None:
     dead = [_buffer(tmp_path, name) for name in ("0_127.0.0.1_29500_0", "0_127.0.0.1_29500_1")]
     other = tmp_path / "sem.other"
     other.write_bytes(b"x")
@@ -35,7 +36,8 @@ def test_r_launch_02_buffers_of_dead_runs_are_removed_and_named(tmp_path: Path) 
     ]
 
 
-def test_r_launch_02_a_buffer_that_a_process_has_mapped_stays(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_a_buffer_that_a_process_has_mapped_stays(tmp_path: Path) -> None:
     live, dead = _buffer(tmp_path, "live"), _buffer(tmp_path, "dead")
     mapped = torch.from_file(str(live), shared=True, size=2**20, dtype=torch.uint8)  # keeps no descriptor open
     assert remove_dead_buffers(tmp_path, say=print) == [dead.name]
@@ -43,7 +45,8 @@ def test_r_launch_02_a_buffer_that_a_process_has_mapped_stays(tmp_path: Path) ->
     assert remove_dead_buffers(tmp_path, say=print) == [live.name]
 
 
-def test_r_launch_02_a_buffer_that_a_process_has_open_stays(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_a_buffer_that_a_process_has_open_stays(tmp_path: Path) -> None:
     """A run that has created its buffer and not mapped it yet."""
     live = _buffer(tmp_path, "live")
     with live.open("r+b"):
@@ -51,13 +54,15 @@ def test_r_launch_02_a_buffer_that_a_process_has_open_stays(tmp_path: Path) -> N
     assert live.exists()
 
 
-def test_r_launch_02_nothing_is_said_when_there_is_nothing(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_nothing_is_said_when_there_is_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     assert remove_dead_buffers(tmp_path, say=said.append) == []
     assert said == []
 
 
-def test_r_launch_02_a_nearly_full_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_a_nearly_full_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _buffer(tmp_path, "of_somebody")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1000 * 2**20, 951 * 2**20, 49 * 2**20))
     message = r"is nearly full: 49 of 1000 MiB are free; .*deepspeed_allreduce_buffer_of_somebody \(1 MiB\)"
@@ -65,6 +70,7 @@ def test_r_launch_02_a_nearly_full_folder_is_an_error(tmp_path: Path, monkeypatc
         check_room(tmp_path)
 
 
-def test_r_launch_02_a_small_empty_folder_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_a_small_empty_folder_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(64 * 2**20, 0, 64 * 2**20))
     check_room(tmp_path)

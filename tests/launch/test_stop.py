@@ -127,9 +127,8 @@ def train_until_told(
     ("world_size", "tp", "moment"),
     [(2, 2, "a step"), slow(4, 2, "a step"), slow(2, 1, "an evaluation"), slow(2, 1, "a save")],
 )
-def test_r_ckpt_11_sigterm_to_one_rank_stops_all_at_the_same_step(
-    world_size: int, tp: int, moment: str, tmp_path: Path
-) -> None:
+@pytest.mark.requirement("R-CKPT-11")
+def test_sigterm_to_one_rank_stops_all_at_the_same_step(world_size: int, tp: int, moment: str, tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": tp})
     flags |= {"eval_steps": 0 if moment == "a step" else 3, "per_device_eval_batch_size": 1, "max_eval_samples": 6}
     flags |= {"save_steps": 3} if moment == "a save" else {}
@@ -172,7 +171,8 @@ def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("told", ["rank 1", "the command"])
-def test_r_ckpt_11_a_run_under_the_launcher_saves_and_leaves(told: str, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-11")
+def test_a_run_under_the_launcher_saves_and_leaves(told: str, tmp_path: Path) -> None:
     flags = write_inputs(tmp_path) | {"max_steps": 100000, "hf_save": "never", "seed": 3}
     before = shared_memory()
     with running(launch_command(words_of(flags), num_ranks=2)) as process:

@@ -22,7 +22,8 @@ def statistics(logits: Tensor, *, num_active: int, mask: Tensor | None = None, n
     return router_statistics(routing, sequence_of_token_t=sequence, num_sequences=num_sequences, token_mask_t=mask)
 
 
-def test_r_loss_08_layers_are_balanced_one_by_one() -> None:
+@pytest.mark.requirement("R-LOSS-08")
+def test_layers_are_balanced_one_by_one() -> None:
     tokens = 16
     layers = []
     for expert in range(2):
@@ -34,7 +35,8 @@ def test_r_loss_08_layers_are_balanced_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("height", [0.0, 3.0])
-def test_r_loss_09_the_router_z_loss_is_the_mean_squared_log_sum_exp(height: float) -> None:
+@pytest.mark.requirement("R-LOSS-09")
+def test_the_router_z_loss_is_the_mean_squared_log_sum_exp(height: float) -> None:
     tokens = 12
     mask = torch.arange(tokens) % 3 > 0
     for token_mask in (None, mask):

@@ -115,7 +115,8 @@ def zero_routers(model: Any) -> None:
 @pytest.mark.parametrize("ties", [False, True], ids=["routed", "exact ties"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 @pytest.mark.parametrize("options", [{}, {"noise": ORIGIN}], ids=["drawn", "given"])
-def test_r_graph_03_recomputation_meets_the_same_jitter(options: Any, reentrant: bool, ties: bool) -> None:
+@pytest.mark.requirement("R-GRAPH-03")
+def test_recomputation_meets_the_same_jitter(options: Any, reentrant: bool, ties: bool) -> None:
     ids = torch.arange(48).view(3, 16)
     config = noisy_config()
     model = model_with(config, full_state(config), one_rank_mesh())
@@ -149,7 +150,8 @@ def _recomputed_on_ranks(rank: int, world_size: int, ties: bool, ep: int) -> lis
 @pytest.mark.slow
 @pytest.mark.parametrize("ties", [False, True], ids=["routed", "exact ties"])
 @pytest.mark.parametrize("ep", [1, 2])
-def test_r_graph_03_recomputation_under_a_mesh_meets_the_same_jitter(ep: int, ties: bool) -> None:
+@pytest.mark.requirement("R-GRAPH-03")
+def test_recomputation_under_a_mesh_meets_the_same_jitter(ep: int, ties: bool) -> None:
     assert run_ranks(_recomputed_on_ranks, 2, ties, ep) == [[], []]
 
 

@@ -157,7 +157,8 @@ def test_where_no_ep_fits_the_message_says_so(layout: ParallelLayout, width: int
     ],
     ids=str,
 )
-def test_r_cfg_06_one_error_lists_every_broken_rule(
+@pytest.mark.requirement("R-CFG-06")
+def test_one_error_lists_every_broken_rule(
     layout: ParallelLayout, sizes: ModelSizes, batch: BatchSizes | None, expected: list[str]
 ) -> None:
     with pytest.raises(ValueError, match=f"^the layout {layout} does not fit:\n") as caught:

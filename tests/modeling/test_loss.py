@@ -122,14 +122,14 @@ def four_positions() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("z_coef", [0.0, 0.1])
 @pytest.mark.parametrize(("case", "num_chunks"), [("four", 1), ("four", 2), ("many", 1), ("many", 3)])
-def test_r_tp_03_gradients_of_a_split_vocabulary_are_right_on_every_rank(
-    case: str, num_chunks: int, z_coef: float
-) -> None:
+@pytest.mark.requirement("R-TP-03")
+def test_gradients_of_a_split_vocabulary_are_right_on_every_rank(case: str, num_chunks: int, z_coef: float) -> None:
     run_ranks(_split, 2, z_coef, case, num_chunks)
 
 
 @pytest.mark.slow
-def test_r_tp_03_also_where_the_last_rank_holds_mostly_padding() -> None:
+@pytest.mark.requirement("R-TP-03")
+def test_also_where_the_last_rank_holds_mostly_padding() -> None:
     run_ranks(_split, 4, 0.1, "many", 2)
 
 
@@ -151,7 +151,8 @@ def _nothing(rank: int, world_size: int) -> None:
     assert not local.grad.any()
 
 
-def test_r_loss_03_without_a_target_the_loss_and_every_gradient_are_zero() -> None:
+@pytest.mark.requirement("R-LOSS-03")
+def test_without_a_target_the_loss_and_every_gradient_are_zero() -> None:
     _nothing(0, 1)
     run_ranks(_nothing, 2)
 
@@ -186,7 +187,8 @@ print(peak_bytes() - before)
 
 
 @pytest.mark.slow
-def test_r_len_03_peak_memory_of_the_loss_is_a_fraction_of_the_logits() -> None:
+@pytest.mark.requirement("R-LEN-03")
+def test_peak_memory_of_the_loss_is_a_fraction_of_the_logits() -> None:
     tokens, vocab = 4096, 32000
     code = PEAK.format(tokens=tokens, vocab=vocab)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -39,7 +39,8 @@ def inputs_of(batch: MicroBatch) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def test_r_loss_04_a_batch_of_our_pipeline_is_shifted_once(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LOSS-04")
+def test_a_batch_of_our_pipeline_is_shifted_once(tmp_path: Path) -> None:
     """By hand: every document alone, -log p(x[t+1] | x[:t]) for all its tokens but the first."""
     options = LoaderOptions(num_sequences=3, shuffle=False, seed=0)
     [batch], _ = next(StepLoader(data(tmp_path), options=options).steps(0))

@@ -153,7 +153,8 @@ def _checkpointing_by_default(rank: int, world_size: int) -> dict[str, Any]:
     return {name: torch.equal(results[1][name], gradient) for name, gradient in results[0].items()}
 
 
-def test_r_graph_03_checkpointing_under_a_mesh_changes_no_gradient() -> None:
+@pytest.mark.requirement("R-GRAPH-03")
+def test_checkpointing_under_a_mesh_changes_no_gradient() -> None:
     for same in run_ranks(_checkpointing_by_default, 2):
         assert all(same.values()), same
 

@@ -51,7 +51,8 @@ def prompts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_r_ft_03_left_padded_prompts_generate_what_they_generate_alone(use_cache: bool, attention: str) -> None:
+@pytest.mark.requirement("R-FT-03")
+def test_left_padded_prompts_generate_what_they_generate_alone(use_cache: bool, attention: str) -> None:
     model = trained_model()
     model.config._attn_implementation = attention
     long, short, batch, mask = prompts()
@@ -65,7 +66,8 @@ def test_r_ft_03_left_padded_prompts_generate_what_they_generate_alone(use_cache
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("positions", [False, True])
-def test_r_ft_03_left_padded_logits_are_those_without_padding(positions: bool, attention: str) -> None:
+@pytest.mark.requirement("R-FT-03")
+def test_left_padded_logits_are_those_without_padding(positions: bool, attention: str) -> None:
     model = trained_model()
     model.config._attn_implementation = attention
     _, short, batch, mask = prompts()
@@ -93,7 +95,8 @@ def padded_batch(side: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_r_moe_11_padding_is_routed_nowhere_and_teaches_nothing(side: str) -> None:
+@pytest.mark.requirement("R-MOE-11")
+def test_padding_is_routed_nowhere_and_teaches_nothing(side: str) -> None:
     config = mixed_config(router_aux_loss_coef=0.0)
     state = full_state(config)
     ids, mask, labels = padded_batch(side)
@@ -120,7 +123,8 @@ DOCUMENTS = ((0, slice(0, 4)), (0, slice(4, 11)), (1, slice(0, 9)))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_r_moe_11_documents_packed_beside_padding_train_as_they_do_one_by_one(attention: str) -> None:
+@pytest.mark.requirement("R-MOE-11")
+def test_documents_packed_beside_padding_train_as_they_do_one_by_one(attention: str) -> None:
     config = mixed_config(router_aux_loss_coef=0.0)
     state = full_state(config)
     alone, packed = (referee_model(config, state, own=True) for _ in range(2))
@@ -149,7 +153,8 @@ def test_r_moe_11_documents_packed_beside_padding_train_as_they_do_one_by_one(at
 
 
 @pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
-def test_r_moe_11_auxiliary_losses_count_valid_tokens_only(scope: str) -> None:
+@pytest.mark.requirement("R-MOE-11")
+def test_auxiliary_losses_count_valid_tokens_only(scope: str) -> None:
     config = mixed_config(router_aux_loss_coef=0.5, router_z_loss_coef=0.1, balance_scope=scope)
     state = full_state(config)
     ids, mask, labels = padded_batch("right")
@@ -199,7 +204,8 @@ def _padded_under_a_mesh(rank: int, world_size: int, ep: int, side: str) -> Any:
 
 
 @pytest.mark.parametrize(("ep", "side"), [(2, "left"), (1, "right")])
-def test_r_moe_11_padding_under_a_mesh_is_as_on_one_process(ep: int, side: str) -> None:
+@pytest.mark.requirement("R-MOE-11")
+def test_padding_under_a_mesh_is_as_on_one_process(ep: int, side: str) -> None:
     run_ranks(_padded_under_a_mesh, 2, ep, side)
 
 
@@ -239,7 +245,8 @@ def test_every_way_of_greedy_decoding_gives_the_same_tokens(way: str) -> None:
     assert torch.equal(WAYS[way](model, prompt), want)
 
 
-def test_r_ft_03_a_static_cache_leaves_padding_out() -> None:
+@pytest.mark.requirement("R-FT-03")
+def test_a_static_cache_leaves_padding_out() -> None:
     model, (_, _, batch, mask) = trained_model(), prompts()
     want = model.generate(batch, attention_mask=mask, max_new_tokens=10, **GREEDY)
     got = model.generate(batch, attention_mask=mask, max_new_tokens=10, cache_implementation="static", **GREEDY)

@@ -60,7 +60,8 @@ def _watch_routers(model: Any) -> list[tuple[Tensor, Any]]:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_r_moe_10_routing_is_in_float32_in_a_bf16_model_and_under_autocast(autocast: bool) -> None:
+@pytest.mark.requirement("R-MOE-10")
+def test_routing_is_in_float32_in_a_bf16_model_and_under_autocast(autocast: bool) -> None:
     model = referee_model(mixed_config(), full_state(mixed_config()), own=True)
     if not autocast:
         model.bfloat16()

@@ -38,7 +38,8 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(gradient, want[name]), name
 
 
-def test_r_loss_06_the_auxiliary_loss_needs_no_flag() -> None:
+@pytest.mark.requirement("R-LOSS-06")
+def test_the_auxiliary_loss_needs_no_flag() -> None:
     ids, labels = ids_and_labels()
     config = mixed_config(router_aux_loss_coef=0.5)
     assert config.output_router_logits is False
@@ -60,7 +61,8 @@ def test_r_loss_06_the_auxiliary_loss_needs_no_flag() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"output_logits": False}], ids=str)
-def test_r_loss_07_the_auxiliary_loss_is_added_once(options: dict[str, Any]) -> None:
+@pytest.mark.requirement("R-LOSS-07")
+def test_the_auxiliary_loss_is_added_once(options: dict[str, Any]) -> None:
     ids, labels = ids_and_labels()
     out = model_of(mixed_config(**AUXILIARY))(input_ids=ids, labels=labels, **options)
     torch.testing.assert_close(out.loss.detach(), out.lm_loss + 0.5 * out.aux_loss + 0.1 * out.z_loss)
@@ -68,7 +70,8 @@ def test_r_loss_07_the_auxiliary_loss_is_added_once(options: dict[str, Any]) -> 
     assert not out.lm_loss.requires_grad
 
 
-def test_r_loss_08_the_auxiliary_loss_is_a_mean_over_layers() -> None:
+@pytest.mark.requirement("R-LOSS-08")
+def test_the_auxiliary_loss_is_a_mean_over_layers() -> None:
     """Two layers, two experts, top 1: each layer sends everything to an expert of its own."""
     config = tiny_config(num_experts=2, num_experts_per_tok=1, router_aux_loss_coef=1.0, norm_topk_prob=False)
     model = model_of(config)
@@ -88,7 +91,8 @@ def test_r_loss_08_the_auxiliary_loss_is_a_mean_over_layers() -> None:
     assert model(input_ids=ids, labels=labels).aux_loss.item() == pytest.approx(2.0, abs=1e-5)
 
 
-def test_r_loss_09_two_z_losses_with_two_names() -> None:
+@pytest.mark.requirement("R-LOSS-09")
+def test_two_z_losses_with_two_names() -> None:
     ids, labels = ids_and_labels()
     plain = model_of(tiny_config())(input_ids=ids, labels=labels)
     router = model_of(tiny_config(router_z_loss_coef=0.1))(input_ids=ids, labels=labels)
@@ -101,7 +105,8 @@ def test_r_loss_09_two_z_losses_with_two_names() -> None:
         torch.testing.assert_close(vocabulary.lm_loss, plain.lm_loss)
 
 
-def test_r_loss_09_a_coefficient_of_zero_changes_nothing_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.requirement("R-LOSS-09")
+def test_a_coefficient_of_zero_changes_nothing_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even a z-loss that is no number: it is left out, not multiplied by zero."""
     ids, labels = ids_and_labels()
     results = []
@@ -123,7 +128,8 @@ def test_r_loss_09_a_coefficient_of_zero_changes_nothing_bitwise(monkeypatch: py
 
 
 @pytest.mark.parametrize("options", [{}, {"output_logits": False}], ids=str)
-def test_r_loss_03_a_batch_without_targets_teaches_nothing(options: dict[str, Any]) -> None:
+@pytest.mark.requirement("R-LOSS-03")
+def test_a_batch_without_targets_teaches_nothing(options: dict[str, Any]) -> None:
     ids, labels = ids_and_labels()
     model = model_of(mixed_config(**AUXILIARY, logits_z_loss_coef=0.1))
     out = model(input_ids=ids, labels=torch.full_like(labels, -100), **options)
@@ -192,7 +198,8 @@ def trainer(model: Any, folder: Path, **options: Any) -> WatchedTrainer:
     return WatchedTrainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(), **extra)
 
 
-def test_r_loss_07_in_transformers_trainer_the_auxiliary_loss_is_added_once(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LOSS-07")
+def test_in_transformers_trainer_the_auxiliary_loss_is_added_once(tmp_path: Path) -> None:
     run = trainer(model_of(mixed_config(**AUXILIARY)), tmp_path)
     run.train()
     assert len(run.seen) == 2
@@ -201,7 +208,8 @@ def test_r_loss_07_in_transformers_trainer_the_auxiliary_loss_is_added_once(tmp_
         assert out.aux_loss > 0
 
 
-def test_r_loss_06_in_transformers_trainer_every_parameter_moves(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LOSS-06")
+def test_in_transformers_trainer_every_parameter_moves(tmp_path: Path) -> None:
     model = model_of(mixed_config(router_aux_loss_coef=0.5))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer(model, tmp_path).train()
@@ -272,7 +280,8 @@ def run_once(config: Any, *, reentrant: bool | None, frozen: bool = False, zero_
 @pytest.mark.parametrize("zero_router", [False, True], ids=["routed", "exact ties"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_r_graph_03_checkpointing_changes_no_gradient(reentrant: bool, zero_router: bool, dropout: float) -> None:
+@pytest.mark.requirement("R-GRAPH-03")
+def test_checkpointing_changes_no_gradient(reentrant: bool, zero_router: bool, dropout: float) -> None:
     config = mixed_config(**AUXILIARY, attention_dropout=dropout)
     results = []
     for mode in (None, reentrant):
@@ -284,7 +293,8 @@ def test_r_graph_03_checkpointing_changes_no_gradient(reentrant: bool, zero_rout
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_r_ft_05_checkpointing_with_a_frozen_base_changes_no_gradient(reentrant: bool) -> None:
+@pytest.mark.requirement("R-FT-05")
+def test_checkpointing_with_a_frozen_base_changes_no_gradient(reentrant: bool) -> None:
     config = mixed_config(**AUXILIARY)
     want_loss, want = run_once(config, reentrant=None, frozen=True)
     loss, got = run_once(config, reentrant=reentrant, frozen=True)
@@ -295,7 +305,8 @@ def test_r_ft_05_checkpointing_with_a_frozen_base_changes_no_gradient(reentrant:
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}], ids=str)
-def test_r_ft_05_transformers_trainer_can_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.requirement("R-FT-05")
+def test_transformers_trainer_can_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
     weights = []
     for checkpointing in ({}, {"gradient_checkpointing": True, **options}):
         model = model_of(mixed_config(**AUXILIARY))
@@ -304,7 +315,8 @@ def test_r_ft_05_transformers_trainer_can_checkpoint(options: dict[str, Any], tm
     assert_same(*weights)
 
 
-def test_r_ft_06_a_frozen_router_stays_bitwise_the_same(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-FT-06")
+def test_a_frozen_router_stays_bitwise_the_same(tmp_path: Path) -> None:
     model = model_of(mixed_config(**AUXILIARY))
     routers = {name: p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
     assert len(routers) == 2

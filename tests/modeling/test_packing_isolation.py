@@ -46,7 +46,8 @@ def packed_logits(model: GatherMoeForCausalLM, ids: Tensor, **options: Any) -> T
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"attention_mask": True}], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_r_len_02_a_packed_document_is_like_the_document_alone(implementation: str, options: dict[str, Any]) -> None:
+@pytest.mark.requirement("R-LEN-02")
+def test_a_packed_document_is_like_the_document_alone(implementation: str, options: dict[str, Any]) -> None:
     model, ids = model_with(implementation), block_ids()
     if "attention_mask" in options:
         options = {"attention_mask": torch.ones_like(ids)}
@@ -58,7 +59,8 @@ def test_r_len_02_a_packed_document_is_like_the_document_alone(implementation: s
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_r_len_02_a_document_does_not_move_when_another_changes(implementation: str) -> None:
+@pytest.mark.requirement("R-LEN-02")
+def test_a_document_does_not_move_when_another_changes(implementation: str) -> None:
     model, ids = model_with(implementation), block_ids()
     changed = ids.clone()
     changed[0, 1] = (ids[0, 1] + 1) % 50
@@ -69,7 +71,8 @@ def test_r_len_02_a_document_does_not_move_when_another_changes(implementation: 
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_r_len_02_gradients_stay_inside_a_document(implementation: str) -> None:
+@pytest.mark.requirement("R-LEN-02")
+def test_gradients_stay_inside_a_document(implementation: str) -> None:
     model, ids = model_with(implementation), block_ids()
     embeds = model.model.embed_tokens(ids).detach().requires_grad_()
     out = model.model(inputs_embeds=embeds, document_starts=STARTS).last_hidden_state
@@ -78,14 +81,16 @@ def test_r_len_02_gradients_stay_inside_a_document(implementation: str) -> None:
     assert not grad[1:].any()
 
 
-def test_r_len_02_eager_attention_gives_the_same_logits() -> None:
+@pytest.mark.requirement("R-LEN-02")
+def test_eager_attention_gives_the_same_logits() -> None:
     ids = block_ids()
     want = packed_logits(model_with("sdpa"), ids)
     torch.testing.assert_close(packed_logits(model_with("eager"), ids), want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
-def test_r_len_02_flex_attention_gives_the_same_logits() -> None:
+@pytest.mark.requirement("R-LEN-02")
+def test_flex_attention_gives_the_same_logits() -> None:
     """Not compiled, which takes half a minute on a CPU: the mask is what matters."""
     ids = block_ids()
     want = packed_logits(model_with("sdpa"), ids)
@@ -95,7 +100,8 @@ def test_r_len_02_flex_attention_gives_the_same_logits() -> None:
             torch.testing.assert_close(packed_logits(flex, ids, **options), want, atol=1e-5, rtol=0)
 
 
-def test_r_len_02_an_implementation_that_cannot_isolate_is_refused() -> None:
+@pytest.mark.requirement("R-LEN-02")
+def test_an_implementation_that_cannot_isolate_is_refused() -> None:
     model, ids = model_with("sdpa"), block_ids()
     AttentionInterface.register("half_blind", sdpa_attention_forward)
     model.config._attn_implementation = "half_blind"

@@ -59,13 +59,15 @@ def forward(model: Any) -> None:
         model(input_ids=ids, position_ids=position_ids, use_cache=False)
 
 
-def test_r_len_01_tables_are_exact_after_a_cast() -> None:
+@pytest.mark.requirement("R-LEN-01")
+def test_tables_are_exact_after_a_cast() -> None:
     model = GatherMoeForCausalLM(tiny_config(**LONG)).bfloat16()
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
     assert worst_error(model, forward) < 1e-3
 
 
-def test_r_len_01_tables_are_exact_after_loading_in_bf16(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LEN-01")
+def test_tables_are_exact_after_loading_in_bf16(tmp_path: Path) -> None:
     GatherMoeForCausalLM(tiny_config(**LONG)).save_pretrained(tmp_path)
     model = GatherMoeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
@@ -80,7 +82,8 @@ def _under_deepspeed(rank: int, world_size: int, stage: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_r_len_01_tables_are_exact_under_a_bf16_engine(stage: int) -> None:
+@pytest.mark.requirement("R-LEN-01")
+def test_tables_are_exact_under_a_bf16_engine(stage: int) -> None:
     assert max(run_ranks(_under_deepspeed, 2, stage)) < 1e-3
 
 

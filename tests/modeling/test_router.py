@@ -78,7 +78,8 @@ def test_weights_have_the_gradient_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_r_moe_10_the_router_computes_in_float32_at_least(dtype: torch.dtype) -> None:
+@pytest.mark.requirement("R-MOE-10")
+def test_the_router_computes_in_float32_at_least(dtype: torch.dtype) -> None:
     config = tiny_config(num_experts=EXPERTS, num_experts_per_tok=ACTIVE)
     router = GatherMoeRouter(config, mesh=one_rank_mesh()).to(dtype)
     torch.nn.init.normal_(router.weight)

@@ -52,7 +52,8 @@ def meta_model(config: GatherMoeConfig, layout: ParallelLayout) -> Any:
         return GatherMoeForCausalLM(config, mesh=mesh)
 
 
-def test_r_plan_01_total_and_active_parameters_of_tiny() -> None:
+@pytest.mark.requirement("R-PLAN-01")
+def test_total_and_active_parameters_of_tiny() -> None:
     counts = count_parameters(sizes_of(TINY))
     assert (counts.total, counts.active) == (34_336, 22_048)
     alone = ParallelLayout()
@@ -61,7 +62,8 @@ def test_r_plan_01_total_and_active_parameters_of_tiny() -> None:
     assert sum(p.numel() for p in model.parameters()) == counts.total
 
 
-def test_r_plan_01_memory_grows_with_experts_but_operations_do_not() -> None:
+@pytest.mark.requirement("R-PLAN-01")
+def test_memory_grows_with_experts_but_operations_do_not() -> None:
     few, many = sizes_of(TINY), sizes_of({**TINY, "num_experts": 64})
     plans = [predict_memory(job(layout=ParallelLayout(), model={"num_experts": n})) for n in (4, 64)]
     added = 2 * 60 * 3 * 32 * 32 + 2 * 60 * 32  # experts and the router's rows
@@ -89,7 +91,8 @@ def test_r_plan_01_memory_grows_with_experts_but_operations_do_not() -> None:
     ids=lambda changes: "-".join(changes[-1]),
 )
 @pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(dp=2, tp=2, ep=2), ParallelLayout(tp=2)], ids=str)
-def test_r_plan_02_memory_is_monotone(changes: list[dict[str, Any]], layout: ParallelLayout) -> None:
+@pytest.mark.requirement("R-PLAN-02")
+def test_memory_is_monotone(changes: list[dict[str, Any]], layout: ParallelLayout) -> None:
     peaks = [predict_memory(job(layout=layout, **change)).peak_bytes for change in changes]
     assert all(a < b for a, b in pairwise(peaks)), peaks
 
@@ -101,7 +104,8 @@ def test_a_busier_rank_needs_more_where_experts_are_whole() -> None:
     assert predict_memory(sliced[0]) == predict_memory(sliced[1])
 
 
-def test_r_plan_02_gathered_tokens_are_counted_and_lines_say_what_they_are() -> None:
+@pytest.mark.requirement("R-PLAN-02")
+def test_gathered_tokens_are_counted_and_lines_say_what_they_are() -> None:
     for regather in (False, True):
         plan = job(wire=replace(WIRE, regather=regather))
         rows = explain_memory(plan)

@@ -87,7 +87,8 @@ def resolved_job(plan: Plan, wanted: PlanRequest, *, name: str, folder: Path) ->
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize(("overrides", "hardware"), [(TINY, "a100-80g"), (SIX_HEADS, "h100")])
-def test_r_plan_03_every_plan_passes_the_trainers_own_validation(
+@pytest.mark.requirement("R-PLAN-03")
+def test_every_plan_passes_the_trainers_own_validation(
     overrides: dict[str, Any], hardware: str, gpus: int, tmp_path: Path
 ) -> None:
     wanted = request(hardware=hardware, overrides=overrides, gpus=gpus, sequences_per_step=gpus, block_size=96)
@@ -103,7 +104,8 @@ def test_r_plan_03_every_plan_passes_the_trainers_own_validation(
     assert planned == {tp for tp in (1, 2, 3, 4, 6) if tp <= gpus and overrides["num_attention_heads"] % tp == 0}
 
 
-def test_r_plan_03_three_devices_leave_one_idle_where_the_group_is_two() -> None:
+@pytest.mark.requirement("R-PLAN-03")
+def test_three_devices_leave_one_idle_where_the_group_is_two() -> None:
     found = search_plans(request(overrides=TINY, gpus=3, sequences_per_step=3))
     assert {plan.job.layout.tp: found.idle(plan) for plan in found.plans} == {1: 0, 2: 1}
     (rejected,) = [row for row in found.rejected if row.tp == 3]

@@ -85,7 +85,8 @@ def test_the_command_line_wins_over_the_file_and_that_over_the_block(tmp_path: P
     assert got.given["block_size"] == f'in the "arguments" block of {ds_config}'
 
 
-def test_r_cfg_01_misspelled_flags_are_named_with_the_nearest(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CFG-01")
+def test_misspelled_flags_are_named_with_the_nearest(tmp_path: Path) -> None:
     ds_config = tmp_path / "ds.json"
     ds_config.write_text('{"arguments": {"blok_size": 8}}')
     text = _faults(*MODEL_AND_PLACE, "--learnin_rate", "1", "--quux", "--ds_config", str(ds_config))

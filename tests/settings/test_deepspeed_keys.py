@@ -85,7 +85,8 @@ def test_every_fixed_value_is_about_a_known_key() -> None:
         ({"checkpoint": {"qqq": 2}}, 'unknown key "checkpoint.qqq"; valid here: checkpoint_serialization,'),
     ],
 )
-def test_r_cfg_01_unknown_keys_are_named_with_the_nearest(config: dict[str, Any], fault: str) -> None:
+@pytest.mark.requirement("R-CFG-01")
+def test_unknown_keys_are_named_with_the_nearest(config: dict[str, Any], fault: str) -> None:
     found = dict(unknown_keys(config))
     assert len(found) == 1
     assert next(iter(found.values())).startswith(fault)
@@ -99,7 +100,8 @@ def test_blocks_that_clash_with_the_trainer_are_refused_by_name(key: str) -> Non
 
 
 @pytest.mark.parametrize("key", REMOVED_BLOCKS)
-def test_r_cfg_01_removed_keys_are_refused_by_name(key: str) -> None:
+@pytest.mark.requirement("R-CFG-01")
+def test_removed_keys_are_refused_by_name(key: str) -> None:
     assert list(refused_keys({key: {}})) == [f'"{key}" was removed from DeepSpeed; leave it out']
 
 

@@ -19,14 +19,16 @@ from tests.resolving import TINY, faults_of, resolve
         ({"train_batch_size": 16}, (8, 1, 16)),
     ],
 )
-def test_r_cfg_03_the_missing_batch_size_is_derived_over_dp(sizes: dict[str, int], batch: tuple[int, ...]) -> None:
+@pytest.mark.requirement("R-CFG-03")
+def test_the_missing_batch_size_is_derived_over_dp(sizes: dict[str, int], batch: tuple[int, ...]) -> None:
     got = resolve({**sizes, "parallel": {"tp": 2}})
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     assert tuple(got.engine[name] for name in names) == batch
     assert (got.num_sequences, got.accumulation, got.sequences_per_step) == batch
 
 
-def test_r_cfg_03_a_wrong_train_batch_size_is_refused_with_the_formula() -> None:
+@pytest.mark.requirement("R-CFG-03")
+def test_a_wrong_train_batch_size_is_refused_with_the_formula() -> None:
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "train_batch_size": 32}
     text = faults_of({**sizes, "parallel": {"tp": 2}})
     assert "train_batch_size=32, but micro 2 x accum 4 x dp 2 = 16 (tp=2, dp=2, world=4:" in text
@@ -46,7 +48,8 @@ def test_r_cfg_03_a_wrong_train_batch_size_is_refused_with_the_formula() -> None
         ({"train_micro_batch_size_per_gpu": 0}, '"train_micro_batch_size_per_gpu" in .*: 0 is too small'),
     ],
 )
-def test_r_cfg_03_batch_sizes_that_cannot_be_are_refused(config: dict[str, Any], fault: str) -> None:
+@pytest.mark.requirement("R-CFG-03")
+def test_batch_sizes_that_cannot_be_are_refused(config: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         resolve({**config, "parallel": {"tp": 2}})
 
@@ -71,7 +74,8 @@ def test_r_cfg_03_batch_sizes_that_cannot_be_are_refused(config: dict[str, Any],
         ({}, 4, {"max_position_embeddings": 8}, ["block_size=16 is longer than max_position_embeddings=8"]),
     ],
 )
-def test_r_cfg_06_impossible_layouts_are_refused_with_every_broken_rule(
+@pytest.mark.requirement("R-CFG-06")
+def test_impossible_layouts_are_refused_with_every_broken_rule(
     parallel: dict[str, Any], world: int, sizes: dict[str, int], faults: list[str]
 ) -> None:
     text = faults_of({"parallel": parallel}, world=world, sizes=replace(TINY, **sizes))  # type: ignore[arg-type]
@@ -79,12 +83,14 @@ def test_r_cfg_06_impossible_layouts_are_refused_with_every_broken_rule(
         assert fault in text
 
 
-def test_r_cfg_06_tokens_must_be_shared_evenly() -> None:
+@pytest.mark.requirement("R-CFG-06")
+def test_tokens_must_be_shared_evenly() -> None:
     text = faults_of({"parallel": {"tp": 2}}, "--block_size=15", "--per_device_train_batch_size=1", world=2)
     assert "1 sequences x block_size=15 = 15 tokens cannot be shared by tp=2 ranks" in text
 
 
-def test_r_cfg_06_faults_of_every_kind_come_in_one_message() -> None:
+@pytest.mark.requirement("R-CFG-06")
+def test_faults_of_every_kind_come_in_one_message() -> None:
     config = {"gradient_cliping": 1, "parallel": {"tp": 3, "overlap": 2}, "fp16": {"enabled": True}}
     text = faults_of(config, "--lr_scheduler_type=constant", "--warmup_steps=3")
     for fault in [
@@ -119,7 +125,8 @@ def test_auto_leaves_batch_sizes_and_evaluation_whole() -> None:
     assert str(resolve(None, *flags).layout) == "dp=2 tp=2 ep=2 etp=1"
 
 
-def test_r_cfg_06_tokens_of_evaluation_must_be_shared_evenly_too() -> None:
+@pytest.mark.requirement("R-CFG-06")
+def test_tokens_of_evaluation_must_be_shared_evenly_too() -> None:
     flags = ["--block_size=14", "--per_device_train_batch_size=2", "--per_device_eval_batch_size=1"]
     text = faults_of({"parallel": {"tp": 4}}, *flags)
     assert (

@@ -92,7 +92,8 @@ def test_our_blocks_and_merged_blocks_do_not_reach_deepspeed_and_the_input_stays
     assert engine["zero_optimization"]["overlap_comm"] is True
 
 
-def test_r_cfg_01_a_misspelled_key_stops_the_run_and_an_opt_out_passes_it_on() -> None:
+@pytest.mark.requirement("R-CFG-01")
+def test_a_misspelled_key_stops_the_run_and_an_opt_out_passes_it_on() -> None:
     config = {"gradient_cliping": 0.25, "zero_optimization": {"stge": 1}, "parallel": {"strateggy": "x"}, "amp": {}}
     text = faults_of(config)
     assert 'unknown key "gradient_cliping"; did you mean "gradient_clipping"?; --allow_unknown_ds_keys' in text
@@ -106,7 +107,8 @@ def test_r_cfg_01_a_misspelled_key_stops_the_run_and_an_opt_out_passes_it_on() -
         assert f'unknown key "{block}.qqq"' in faults_of({block: {"qqq": 1}}, "--allow_unknown_ds_keys")
 
 
-def test_r_cfg_02_every_auto_is_resolved_from_our_settings() -> None:
+@pytest.mark.requirement("R-CFG-02")
+def test_every_auto_is_resolved_from_our_settings() -> None:
     flags = ["--bf16", "--learning_rate=1e-3", "--adam_beta2=0.95", "--weight_decay=0.1", "--warmup_steps=5"]
     got = resolve(ALL_AUTO, *flags, "--max_steps=50", "--gradient_accumulation_steps=3", "--max_grad_norm=0.5")
     assert '"auto"' not in json.dumps(got.engine)
@@ -134,7 +136,8 @@ def test_r_cfg_02_every_auto_is_resolved_from_our_settings() -> None:
     assert '"optimizer.params.eps": "auto" became 1e-08 (the default of --adam_epsilon)' in got.notes
 
 
-def test_r_cfg_02_an_auto_that_nobody_can_resolve_is_refused_by_name() -> None:
+@pytest.mark.requirement("R-CFG-02")
+def test_an_auto_that_nobody_can_resolve_is_refused_by_name() -> None:
     text = faults_of({"steps_per_print": "auto", "zero_optimization": {"overlap_comm": "auto"}})
     assert '"steps_per_print" is "auto"' in text
     assert '"zero_optimization.overlap_comm" is "auto"' in text
@@ -147,14 +150,16 @@ def test_a_size_that_is_no_whole_number_is_refused_by_name(size: Any) -> None:
     assert "sub_group_size" not in text
 
 
-def test_r_cfg_02_deepspeed_reads_the_engine_part_without_complaint() -> None:
+@pytest.mark.requirement("R-CFG-02")
+def test_deepspeed_reads_the_engine_part_without_complaint() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     read = DeepSpeedConfig(resolve(ALL_AUTO, "--bf16", "--max_steps=50", world=1).engine)
     assert (read.bfloat16_config.enabled, read.zero_config.stage, read.train_batch_size) == (True, 3, 8)
 
 
-def test_r_cfg_04_the_learning_rate_is_the_same_for_every_dp_and_accumulation() -> None:
+@pytest.mark.requirement("R-CFG-04")
+def test_the_learning_rate_is_the_same_for_every_dp_and_accumulation() -> None:
     series = []
     for dp in (1, 4):
         for accumulation in (1, 4):
@@ -172,7 +177,8 @@ def test_r_cfg_04_the_learning_rate_is_the_same_for_every_dp_and_accumulation() 
     assert series[0][98] > 0.0
 
 
-def test_r_cfg_07_every_conflict_names_both_values_and_both_places(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CFG-07")
+def test_every_conflict_names_both_values_and_both_places(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     content = {
         "gradient_clipping": 0.5,
@@ -196,7 +202,8 @@ def test_r_cfg_07_every_conflict_names_both_values_and_both_places(tmp_path: Pat
         assert line.format(flag, ours, key, theirs) in text
 
 
-def test_r_cfg_07_equal_values_are_accepted_and_the_file_overrides_defaults() -> None:
+@pytest.mark.requirement("R-CFG-07")
+def test_equal_values_are_accepted_and_the_file_overrides_defaults() -> None:
     config = {"gradient_clipping": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}}}
     assert resolve(config, "--learning_rate=0.0001", "--max_grad_norm=1.0").optimizer.learning_rate == 1e-4
     assert resolve(config).optimizer.betas == (0.9, 0.95)
@@ -215,7 +222,8 @@ def test_faults_and_notes_found_elsewhere_join_the_others() -> None:
     assert resolve(None, extra_notes=["the loss is ours"]).notes[0] == "the loss is ours"
 
 
-def test_r_cfg_07_bf16_and_fp16_both_on_is_refused() -> None:
+@pytest.mark.requirement("R-CFG-07")
+def test_bf16_and_fp16_both_on_is_refused() -> None:
     text = faults_of({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
     assert 'bf16 and fp16 are both on; "fp16.enabled": True in the DeepSpeed configuration cannot be used' in text
 

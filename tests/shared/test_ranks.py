@@ -119,7 +119,8 @@ def _meet_alone(rank: int, world_size: int, caller: int, released: str) -> tuple
 
 
 @pytest.mark.parametrize("caller", [0, 1])
-def test_r_ckpt_12_a_one_sided_meeting_names_the_missing_rank_in_time(caller: int, tmp_path: Path) -> None:
+@pytest.mark.requirement("R-CKPT-12")
+def test_a_one_sided_meeting_names_the_missing_rank_in_time(caller: int, tmp_path: Path) -> None:
     answer = run_ranks(_meet_alone, 2, caller, str(tmp_path / "released"))[caller]
     message, waited_s = answer
     assert f"saving step-3: rank {caller} waited 0.3 s, but ranks [{1 - caller}] of 2 did not come" in message
