@@ -120,9 +120,11 @@ def report(results: "TrainResults", loop: "TrainingLoop") -> None:
 
     run = loop.run
     write_json(run.folder.path / "train_results.json", results_dict(results, run))
-    if results.evaluation is not None and results.evaluation.eval_loss is not None:
+    last = results.evaluation
+    if last is not None and last.eval_loss is not None:
+        which = "final eval loss" if last.step == results.steps else f"at step {last.step} eval loss"
         print_line(
-            f"final eval loss {results.evaluation.eval_loss:.4f} nats per token; "
+            f"{which} {last.eval_loss:.4f} nats per token; "
             f"guessing by token frequency alone: {run.data.report['unigram_entropy_nats']:.4f}"
         )
     if results.stopped and results.checkpoint is None:

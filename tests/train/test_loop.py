@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -37,6 +38,23 @@ def test_an_empty_step_is_counted_as_one_and_changes_nothing_but_weight_decay(tm
     assert [line for line in said if "an empty step" in line] == [
         f"step {step}: an empty step, no token of its batch has a target" for step in (1, 2)
     ]
+
+
+@pytest.mark.parametrize(("step", "said"), [(7, "final eval loss 2.5000"), (5, "at step 5 eval loss 2.5000")])
+def test_only_an_evaluation_of_the_last_step_is_called_final(
+    step: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipe.train.loop import TrainResults
+    from recipe.train.metrics import EvalRecord
+    from run_pretrain import report
+
+    evaluation = EvalRecord(step=step, eval_loss=2.5, perplexity=12.2)
+    results = TrainResults(7, 700, None, evaluation, checkpoint=None, hf_folder=None, stopped=True)
+    run: Any = SimpleNamespace(
+        folder=SimpleNamespace(path=tmp_path), data=SimpleNamespace(report={"unigram_entropy_nats": 3.0})
+    )
+    report(results, SimpleNamespace(run=run))  # type: ignore[arg-type]
+    assert capsys.readouterr().out.startswith(said)
 
 
 @pytest.mark.slow
