@@ -30,7 +30,6 @@ Changed = TypeVar("Changed")
 FP8_LARGEST = 448.0  # of float8_e4m3fn
 FP8_SCALE_BYTES = 4
 
-
 _SCOPE: ContextVar[str] = ContextVar("scope", default="other")
 
 
@@ -38,8 +37,11 @@ _SCOPE: ContextVar[str] = ContextVar("scope", default="other")
 def scope(name: str) -> Iterator[None]:
     """Name what runs inside, as a context manager or a decorator; the innermost scope counts.
 
-    A microsecond around a whole collective, and nothing where a CUDA graph is replayed.
+    A microsecond around a whole collective, and nothing where a CUDA graph is replayed or the code is compiled.
     """
+    if torch.compiler.is_compiling():  # which cannot follow a context variable
+        yield
+        return
     token = _SCOPE.set(name)
     try:
         yield

@@ -139,7 +139,7 @@ def test_every_exit_code_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("path", documents(), ids=name_of)
 def test_a_flag_that_is_named_exists(path: Path) -> None:
-    scripts = "".join(script.read_text() for script in ROOT.glob("benchmarks/**/*.py"))
+    scripts = "".join(f.read_text() for f in (*ROOT.glob("benchmarks/**/*.py"), ROOT / "tests" / "conftest.py"))
     prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", prose)) - FOREIGN_FLAGS
     unknown = {flag for flag in named - known_flags() if f'"{flag}"' not in scripts}

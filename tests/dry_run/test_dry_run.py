@@ -235,7 +235,7 @@ def one_group(*_: Any) -> list[dict[str, int]]:
     ("stage", "name", "value", "row"),
     [
         (2, "recipe.plan.traffic.ALIGNMENT", 512, "all_gather"),
-        (2, "recipe.plan.traffic.WIDE_BYTES", 2, "all_reduce"),
+        (2, "recipe.plan.traffic.SUM_BYTES", 2, "all_reduce"),
         (2, "recipe.plan.traffic.flat_groups", one_group, "all_gather"),
         (3, "recipe.plan.zero3.DEFAULTS", dict.fromkeys(DEFAULTS, 1), "all_gather"),
     ],
