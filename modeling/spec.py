@@ -246,7 +246,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_shapes(sizes: ModelSizes, *, is_dense: bool) -> Shapes:
-    """Return the whole shapes of a layer's parameters by their names in it."""
+    """Return the whole shapes of a layer's parameters by their names in it, in the order in which they are made."""
     hidden, head = sizes.hidden_size, sizes.head_dim
     query, key_value = sizes.num_attention_heads * head, sizes.num_key_value_heads * head
     shapes: Shapes = {
@@ -254,25 +254,20 @@ def layer_shapes(sizes: ModelSizes, *, is_dense: bool) -> Shapes:
         "self_attn.k_proj.weight": (key_value, hidden),
         "self_attn.v_proj.weight": (key_value, hidden),
         "self_attn.o_proj.weight": (hidden, query),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
     }
     if sizes.qk_norm != "none":
         widths = (query, key_value) if sizes.qk_norm == "full" else (head, head)
         shapes |= {f"self_attn.{kind}_norm.weight": (width,) for kind, width in zip("qk", widths, strict=True)}
     if is_dense:
         width = sizes.intermediate_size
-        return shapes | {
-            "mlp.gate_proj.weight": (width, hidden),
-            "mlp.up_proj.weight": (width, hidden),
-            "mlp.down_proj.weight": (hidden, width),
-        }
-    width = sizes.moe_intermediate_size
-    return shapes | {
-        "mlp.gate.weight": (sizes.num_experts, hidden),
-        "mlp.experts.gate_up_proj": (sizes.num_experts, 2 * width, hidden),
-        "mlp.experts.down_proj": (sizes.num_experts, hidden, width),
-    }
+        shapes |= {f"mlp.{kind}_proj.weight": (width, hidden) for kind in ("gate", "up")}
+        shapes["mlp.down_proj.weight"] = (hidden, width)
+    else:
+        width = sizes.moe_intermediate_size
+        shapes["mlp.gate.weight"] = (sizes.num_experts, hidden)
+        shapes["mlp.experts.gate_up_proj"] = (sizes.num_experts, 2 * width, hidden)
+        shapes["mlp.experts.down_proj"] = (sizes.num_experts, hidden, width)
+    return shapes | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
 
 
 def outer_shapes(sizes: ModelSizes) -> Shapes:

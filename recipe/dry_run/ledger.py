@@ -1,7 +1,7 @@
 """A ledger of the bytes that leave a rank, kept where every collective of torch.distributed passes: its dispatcher.
 
 Whichever function started a collective, waited for or not, forward or backward, ours or another library's, it is
-booked, under the scope (modeling/scopes.py) that it ran in. What counts is what the algorithm has to send, not what a
+booked, under the scope (modeling/comm.py) that it ran in. What counts is what the algorithm has to send, not what a
 backend happens to: a gather, scatter or all-reduce as a ring sends it, an exchange all rows but a rank's own.
 """
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from recipe.profile.summary import COPIES, EXPOSED, IDLE, WAITING, WORK, Summary, TransferRow
+from recipe.profile.summary import COPIES, EXPOSED, IDLE, WAITING, WORK, Summary, TransferRow, execution_in
 from recipe.shared.units import duration, sent_size, size
 
 SHORT_BYTES = 16 * 1024  # that a rank sends in a collective; below it the number of calls is what counts
@@ -67,10 +67,9 @@ def _speed(row: TransferRow) -> str:
 
 def _hide(row: TransferRow, summary: Summary) -> str:
     """The setting that hides a transfer, or makes it rarer."""
-    parallel, facts = summary.facts.get("parallel"), summary.facts
-    if parallel is None:
+    execution, facts, purpose = execution_in(summary.facts), summary.facts, row.route.purpose
+    if execution is None:
         return "Start them before the work that does not need them, or cut them in chunks."
-    execution, purpose = parallel["execution"], row.route.purpose
     short = row.sent_bytes is not None and row.sent_bytes / row.num_calls < SHORT_BYTES
     if row.route.among.startswith("dp") or purpose in ("gradients", "optimizer"):
         return _rarer(purpose, facts)

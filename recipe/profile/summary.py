@@ -254,10 +254,17 @@ def _notes(ranks: Sequence[RankSpans], matched: Matched) -> Iterator[str]:
         yield "some collectives do not say how much they carry; the profiler of torch 2.2 and later writes it"
     if not any(work.part.layer is not None for spans in ranks for work in spans.works):
         yield "no layers are named in this trace; record with --profile_steps, or with_stack=True elsewhere"
-    if trace.facts.get("parallel", {}).get("cuda_graph"):
+    if (execution_in(trace.facts) or {}).get("cuda_graph"):
         yield "blocks that are replayed as CUDA graphs have one name: their time counts as their layer's rest"
     if trace.device == "cpu":
         yield "on a CPU idle is also Python between operators, which the recording itself makes slower"
+
+
+def execution_in(facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return how the recorded steps were executed; None where the trace is another program's."""
+    if "parallel" in facts:  # as traces said it before they had "execution"
+        return {**facts["parallel"]["wire"], "cuda_graph": facts["parallel"]["cuda_graph"]}
+    return facts.get("execution")
 
 
 def _unpaired(groups: Sequence[Unpaired]) -> Iterator[str]:

@@ -22,11 +22,7 @@ from recipe.train.run import Run
 
 # Details of a checkpoint in which a run may differ from the one that saved it: how far it is and is to go, which rank
 # holds what, and in which form it is stored. Differences that change the numbers of further steps are said.
-# The model's settings once held how its tokens travel.
-FREE_ON_RESUME = (
-    *("position", "tokens", "max_steps", "optimizer", "sequences_per_step", "format", "model.token_dtype"),
-    *LAYOUT,
-)
+FREE_ON_RESUME = ("position", "tokens", "max_steps", "optimizer", "sequences_per_step", "format", *LAYOUT)
 # Beside the model's settings and losses; all else in its configuration says nothing about the function it computes.
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -127,6 +123,8 @@ def checkpoint_details(run: Run, *, position: int) -> dict[str, Any]:
         "packing": run.data.report["format"]["packing"],
         "num_train_blocks": run.num_train_blocks,
         **{f"model.{name}": value for name, value in sorted(model.items())},
+        # Of how a step is executed the one option that rounds; its name is that of the first checkpoints.
+        "model.token_dtype": settings.execution.token_dtype,
     }
 
 

@@ -5,11 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from modeling.layout import ParallelLayout
+from modeling.model import GatherMoeForCausalLM
 from recipe.plan.job import Job
-from recipe.plan.parameters import Module
+from recipe.plan.parameters import Module, held_modules
 from recipe.plan.traffic import Sent, planned_traffic
 from recipe.plan.zero3 import Thresholds, fetches_of_a_micro_batch, gathers_of, persistent
+from tests.referee import tiny_config
 from tests.traffic_jobs import small_job
 
 TINY = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32}
@@ -199,3 +203,12 @@ def test_sharded_weights_are_padded_one_by_one() -> None:
     padded = sum(math.ceil(numel / 7) * 7 for numel in numels)
     assert row(job, "dp", "all_gather", "zero").sent_bytes == pytest.approx(padded * 4 * 6 / 7, rel=1e-12)
     assert row(job, "dp", "reduce_scatter", "zero").sent_bytes == pytest.approx(padded * 4 * 6 / 7, rel=1e-12)
+
+
+@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
+def test_parameters_are_in_the_models_order_which_fetches_and_buckets_follow(qk_norm: str) -> None:
+    config = tiny_config(qk_norm=qk_norm, num_hidden_layers=2, mlp_only_layers=[0], intermediate_size=48)
+    with torch.device("meta"):
+        model = GatherMoeForCausalLM(config)
+    modules = held_modules(config.sizes, ParallelLayout())
+    assert [name for module in modules for name in module.parameters] == [name for name, _ in model.named_parameters()]

@@ -1,10 +1,12 @@
 """Traces of GPUs taken apart: every number of a made-up step is known."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from modeling.execution import Execution
 from recipe.profile.host import collective_op, dtype_bytes, kind_of_kernel, module_scope
 from recipe.profile.savings import find_savings
 from recipe.profile.spans import sent_bytes
@@ -231,7 +233,7 @@ def test_transfers_are_known_by_what_they_carry_and_copies_by_where_they_go(tmp_
     ],
 )
 def test_what_makes_sums_of_gradients_rarer_depends_on_the_stage(tmp_path: Path, stage: int, advice: str) -> None:
-    facts = {"parallel": {"execution": {"overlap": False}}, "zero_stage": stage, "accumulation": 4}
+    facts = {"execution": asdict(Execution()), "zero_stage": stage, "accumulation": 4}
     given = comms("allreduce", given=10**6, taken=10**6)
     events = []
     for i, scope in enumerate(("gradients", "optimizer")):
@@ -246,6 +248,31 @@ def test_what_makes_sums_of_gradients_rarer_depends_on_the_stage(tmp_path: Path,
     }
     assert advice in words["gradients"]
     assert "More gradient_accumulation_steps" in words["optimizer"]  # which comes once a step in any stage
+
+
+@pytest.mark.parametrize(
+    ("facts", "advice"),
+    [
+        ({"execution": asdict(Execution())}, 'Set "overlap": true'),
+        ({"execution": asdict(Execution(overlap=True))}, "More tokens in a micro-batch make it a smaller share"),
+        # As traces said it before they had "execution".
+        ({"parallel": {"wire": {"overlap": False}, "cuda_graph": False}}, 'Set "overlap": true'),
+        ({}, "Start them before the work that does not need them"),
+    ],
+)
+def test_what_hides_a_transfer_depends_on_how_the_steps_were_executed(
+    tmp_path: Path, facts: dict[str, Any], advice: str
+) -> None:
+    given = comms("reduce_scatter", given=10**6, taken=10**6)
+    events = [
+        event("gather_moe/layers.0.self_attn", "user_annotation", 0, 50),
+        launch(0, 10),
+        kernel("ncclDevKernel_ReduceScatter", 0, 0, 200, stream=20, **given),
+        kernel("k", 9, 990, 1000),
+    ]
+    trace = write_trace(tmp_path / "rank-0.json", events, gather_moe=facts)
+    [words] = [saving.words for saving in find_savings(take_apart(trace)) if "reduce-scatter" in saving.title]
+    assert advice in words
 
 
 @pytest.mark.parametrize(
