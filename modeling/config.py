@@ -1,10 +1,13 @@
 """The model's configuration, a superset of what Mixtral, Qwen3-MoE and OLMoE can say."""
 
+from dataclasses import fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
 
+from .execution import Execution
 from .spec import BALANCE_SCOPES, RULES, LossSpec, ModelSpec, experts_per_token_faults
 
 
@@ -26,9 +29,21 @@ class GatherMoeConfig(PreTrainedConfig, ModelSpec, LossSpec):
     def __post_init__(self, **kwargs: Any) -> None:
         self.fill_in()
         self.router_bias = self.router_bias or self.balance_bias_update_rate > 0
+        _drop_execution(kwargs)
         super().__post_init__(**kwargs)
         _check_choices(self)
         _check_numbers(self)
+
+
+def _drop_execution(values: dict[str, Any]) -> None:
+    """Take out how a step is executed, which configurations of earlier versions say; warn where that had an effect."""
+    for option in fields(Execution):
+        value = values.pop(option.name, option.default)
+        if value != option.default:
+            logging.get_logger(__name__).warning(
+                f"{option.name}={value!r} in a GatherMoeConfig has no effect: how a step is executed is no part of the "
+                f"model; give the model execution=Execution({option.name}={value!r})"
+            )
 
 
 def _check_choices(config: GatherMoeConfig) -> None:

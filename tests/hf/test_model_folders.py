@@ -119,6 +119,16 @@ def test_the_config_file_says_what_the_model_is(tmp_path: Path) -> None:
     assert again.sizes == CONFIGS["full norms, clipped, dense"]().sizes
 
 
+def test_how_a_step_is_executed_is_no_part_of_a_configuration(caplog: pytest.LogCaptureFixture) -> None:
+    """Files of earlier versions name it: without effect, and with a warning where it had one."""
+    config = GatherMoeConfig(strategy="gather_tokens", overlap=True)
+    assert not {"strategy", "overlap"} & config.to_dict().keys()
+    said = caplog.text
+    assert "overlap=True in a GatherMoeConfig has no effect" in said
+    assert "execution=Execution(overlap=True)" in said
+    assert "strategy" not in said
+
+
 def test_defaults_of_the_configuration_follow_from_its_sizes() -> None:
     config = GatherMoeConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=6, decoder_sparse_step=2)
     assert (config.num_key_value_heads, config.head_dim, config.mlp_only_layers) == (4, 16, [])
