@@ -1,7 +1,7 @@
 """Training states that a test makes up, and checkpoints around them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,9 @@ class MemoryState:
         return part
 
 
-def state_of(config: GatherMoeConfig, *, fill: Callable[[int, tuple[int, ...]], Tensor] | None = None) -> MemoryState:
-    """What a run of this model would hold, filled by number of tensor and shape; with random numbers by default."""
+def state_of(config: GatherMoeConfig) -> MemoryState:
+    """What a run of this model would hold, filled with random numbers."""
     generator = torch.Generator().manual_seed(3)
-    fill = fill or (lambda number, shape: torch.randn(shape, generator=generator))
     with no_init_weights():
         model = GatherMoeForCausalLM(config, mesh=one_rank_mesh())
     model.tie_weights()
@@ -60,7 +59,7 @@ def state_of(config: GatherMoeConfig, *, fill: Callable[[int, tuple[int, ...]], 
     for name, tensor in stored_tensors(model).items():
         kinds = KINDS if isinstance(tensor, torch.nn.Parameter) else (WEIGHT,)
         for kind in kinds:
-            values = fill(len(tensors), tuple(tensor.shape))
+            values = torch.randn(tensor.shape, generator=generator)
             tensors[f"{kind}/{name}"] = values.abs() if kind == MOMENTS[1] else values
     return MemoryState(tensors)
 
@@ -76,6 +75,13 @@ def read_all(state: TrainingState) -> Tensors:
         for name, shape in state.shapes().items()
         for kind in state.kinds(name)
     }
+
+
+def assert_same(got: Tensors, want: Tensors) -> None:
+    """Equal to the bit, and none more or less; an error names the first that is not."""
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
 
 
 def details_of(config: GatherMoeConfig, **changes: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.ranks import end_after_case, run_ranks
+from tests.referee import TINY
 from tests.saves import entries
 from tests.states import same_content
 
@@ -27,33 +28,11 @@ def write_inputs(folder: Path, *, num_documents: int = 120, **model: Any) -> Fla
     lines = [" ".join(generator.choices(WORDS, k=generator.randint(8, 40))) for _ in range(num_documents)]
     text = folder / "text.jsonl"
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    config = {
-        "model_type": "gather_moe",
-        "vocab_size": 304,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "max_position_embeddings": 64,
-        "qk_norm": "head",
-    }
+    config = {**TINY, "model_type": "gather_moe", "vocab_size": 304, "qk_norm": "head"}
     (folder / "model.json").write_text(json.dumps(config | model))
-    return {
-        "train_file": text,
-        "config_name": folder / "model.json",
-        "cache_dir": folder / "cache",
-        "output_dir": folder / "run",
-        "train_vocab_size": 300,
-        "block_size": 16,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 2,
-        "max_steps": 6,
-        "logging_steps": 1,
-    }
+    flags: Flags = {"train_file": text, "config_name": folder / "model.json", "cache_dir": folder / "cache"}
+    flags |= {"output_dir": folder / "run", "train_vocab_size": 300, "block_size": 16, "learning_rate": 1e-2}
+    return flags | {"per_device_train_batch_size": 2, "max_steps": 6, "logging_steps": 1}
 
 
 def write_ds_config(folder: Path, **content: Any) -> Flags:
@@ -97,16 +76,21 @@ def untimed(line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if key not in TIMED}
 
 
-def check_resume(folder: Path, *, world_size: int, ds_config: dict[str, Any], **changes: Any) -> None:
+def check_resume(
+    folder: Path, *, world_size: int, ds_config: dict[str, Any], save_steps: int = 3, **changes: Any
+) -> None:
+    """Resume a run of six steps from each of its checkpoints in turn, all later ones being lost."""
     flags = write_inputs(folder) | write_ds_config(folder, **ds_config) | changes
     straight, stopped = folder / "straight", folder / "stopped"
     run_ranks(train_on_ranks, world_size, flags | {"output_dir": straight, "save_steps": 0})
-    flags |= {"output_dir": stopped, "save_steps": 3}
+    flags |= {"output_dir": stopped, "save_steps": save_steps}
     run_ranks(train_on_ranks, world_size, flags)
-    shutil.rmtree(stopped / "checkpoints" / "step-6")
-    _, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
-    assert any(f"resuming from {stopped}/checkpoints/step-3" in line for line in said)
-    assert any("dropped" in line and "after step 3" in line for line in said)
+    for step in range(save_steps, 6, save_steps):
+        for lost in range(step + save_steps, 7, save_steps):
+            shutil.rmtree(stopped / "checkpoints" / f"step-{lost}")
+        _, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
+        assert any(f"resuming from {stopped}/checkpoints/step-{step}" in line for line in said)
+        assert any("dropped" in line and f"after step {step}" in line for line in said)
     want, got = read_metrics(straight), read_metrics(stopped)
     assert want.keys() == got.keys()
     for step, line in want.items():
