@@ -1,7 +1,7 @@
 """Training states that a test makes up, and checkpoints around them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,10 @@ class MemoryState:
         return part
 
 
-def state_of(config: GatherMoeConfig) -> MemoryState:
-    """What a run of this model would hold, filled with random numbers."""
+def state_of(config: GatherMoeConfig, *, fill: Callable[[int, tuple[int, ...]], Tensor] | None = None) -> MemoryState:
+    """What a run of this model would hold, filled by number of tensor and shape; with random numbers by default."""
     generator = torch.Generator().manual_seed(3)
+    fill = fill or (lambda number, shape: torch.randn(shape, generator=generator))
     with no_init_weights():
         model = GatherMoeForCausalLM(config, mesh=one_rank_mesh())
     model.tie_weights()
@@ -59,7 +60,7 @@ def state_of(config: GatherMoeConfig) -> MemoryState:
     for name, tensor in stored_tensors(model).items():
         kinds = KINDS if isinstance(tensor, torch.nn.Parameter) else (WEIGHT,)
         for kind in kinds:
-            values = torch.randn(tensor.shape, generator=generator)
+            values = fill(len(tensors), tuple(tensor.shape))
             tensors[f"{kind}/{name}"] = values.abs() if kind == MOMENTS[1] else values
     return MemoryState(tensors)
 

@@ -24,8 +24,6 @@ def test_every_example_is_tested() -> None:
     tested = {"chat.jinja", "chat.jsonl", "finetune_lora.py", "finetune_sft.py", "finetune_trainer.py", "hostfile"}
     tested |= {"pretrain.yaml", "two_nodes.sbatch"}
     assert {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"} == tested
-    # The conversations are trained on where the commands of getting-started.md are.
-    assert len([json.loads(line) for line in (EXAMPLES / "chat.jsonl").read_text().splitlines()]) == 16
 
 
 def test_the_hostfile_is_read_as_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +55,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("trained")
     run_ranks(train_on_ranks, 2, write_inputs(place, max_position_embeddings=256))
     return place / "run" / "checkpoints" / "latest" / "hf"
+
+
+@pytest.mark.slow
+def test_the_conversations_train_by_the_template(folder: Path, tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path)
+    del flags["config_name"]
+    chat = {
+        "model_name_or_path": folder,
+        "train_file": EXAMPLES / "chat.jsonl",
+        "chat_template": EXAMPLES / "chat.jinja",
+    }
+    sizes = {"block_size": 256, "max_steps": 2, "validation_split_percentage": 10}
+    results, said = run_ranks(train_on_ranks, 2, flags | chat | sizes)[0]
+    assert results["steps"] == 2
+    assert any("read as chat" in line and "responses are trained on" in line for line in said)
+    rows = [json.loads(line) for line in (EXAMPLES / "chat.jsonl").read_text().splitlines()]
+    assert len(rows) == 16
+    template = (tmp_path / "run" / "checkpoints" / "latest" / "hf" / "chat_template.jinja").read_text()
+    assert template == (EXAMPLES / "chat.jinja").read_text()
 
 
 @pytest.mark.slow

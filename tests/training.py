@@ -76,21 +76,16 @@ def untimed(line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if key not in TIMED}
 
 
-def check_resume(
-    folder: Path, *, world_size: int, ds_config: dict[str, Any], save_steps: int = 3, **changes: Any
-) -> None:
-    """Resume a run of six steps from each of its checkpoints in turn, all later ones being lost."""
+def check_resume(folder: Path, *, world_size: int, ds_config: dict[str, Any], **changes: Any) -> None:
     flags = write_inputs(folder) | write_ds_config(folder, **ds_config) | changes
     straight, stopped = folder / "straight", folder / "stopped"
     run_ranks(train_on_ranks, world_size, flags | {"output_dir": straight, "save_steps": 0})
-    flags |= {"output_dir": stopped, "save_steps": save_steps}
+    flags |= {"output_dir": stopped, "save_steps": 3}
     run_ranks(train_on_ranks, world_size, flags)
-    for step in range(save_steps, 6, save_steps):
-        for lost in range(step + save_steps, 7, save_steps):
-            shutil.rmtree(stopped / "checkpoints" / f"step-{lost}")
-        _, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
-        assert any(f"resuming from {stopped}/checkpoints/step-{step}" in line for line in said)
-        assert any("dropped" in line and f"after step {step}" in line for line in said)
+    shutil.rmtree(stopped / "checkpoints" / "step-6")
+    _, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
+    assert any(f"resuming from {stopped}/checkpoints/step-3" in line for line in said)
+    assert any("dropped" in line and "after step 3" in line for line in said)
     want, got = read_metrics(straight), read_metrics(stopped)
     assert want.keys() == got.keys()
     for step, line in want.items():

@@ -44,7 +44,6 @@ TIED = {"config_overrides": "tie_word_embeddings=true"}
     ("world_size", "ds_config", "changes"),
     [
         (1, {}, {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
-        slow(2, {}, {"save_steps": 2}),
         slow(4, zero(1), {**FOUR, "bf16": True}),
         slow(4, zero(2), FOUR),
         slow(4, zero(3), {**FOUR, "bf16": True}),
@@ -52,12 +51,27 @@ TIED = {"config_overrides": "tie_word_embeddings=true"}
         slow(2, zero(3), TIED),
     ],
 )
-@pytest.mark.requirement("R-CKPT-03", "R-CKPT-13", "R-DATA-02")
+@pytest.mark.requirement("R-CKPT-03", "R-CKPT-13")
 def test_ranks_resume_bitwise(
     tmp_path: Path, world_size: int, ds_config: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     """Every number logged, the learning rate among them; the checkpoint of step 3 lies in the middle of a line."""
     check_resume(tmp_path, world_size=world_size, ds_config=ds_config, logging_steps=2, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.requirement("R-DATA-02")
+def test_a_second_resume_goes_on_from_the_first(tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path) | {"save_steps": 2}
+    straight, stopped = {"output_dir": tmp_path / "straight"}, {"output_dir": tmp_path / "stopped"}
+    run_ranks(train_on_ranks, 2, flags | straight)
+    run_ranks(train_on_ranks, 2, flags | stopped)
+    for lost in ([4, 6], [6]):
+        for step in lost:
+            shutil.rmtree(tmp_path / "stopped" / "checkpoints" / f"step-{step}")
+        run_ranks(train_on_ranks, 2, flags | stopped | {"resume_from_checkpoint": "auto"})
+    want, got = read_metrics(tmp_path / "straight"), read_metrics(tmp_path / "stopped")
+    assert {step: untimed(line) for step, line in got.items()} == {step: untimed(line) for step, line in want.items()}
 
 
 def test_another_set_up_is_refused_with_everything_that_differs(tmp_path: Path) -> None:
