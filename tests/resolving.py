@@ -8,21 +8,9 @@ import pytest
 from modeling.spec import ModelSizes
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
+from tests import referee
 
-TINY = ModelSizes(
-    vocab_size=50,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    intermediate_size=0,
-    max_position_embeddings=64,
-    num_hidden_layers=2,
-    qk_norm="none",
-)
+TINY = ModelSizes(**referee.TINY, intermediate_size=0)
 
 
 def resolve(

@@ -78,6 +78,13 @@ def read_all(state: TrainingState) -> Tensors:
     }
 
 
+def assert_same(got: Tensors, want: Tensors) -> None:
+    """Equal to the bit, and none more or less; an error names the first that is not."""
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+
+
 def details_of(config: GatherMoeConfig, **changes: Any) -> dict[str, Any]:
     """Those of a run with one rank, as far as tools look at them."""
     model = {f"model.{name}": getattr(config, name) for name in (*DEFAULTS, *LOSS_SETTINGS)}

@@ -6,22 +6,11 @@ from typing import Any
 from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from recipe.plan.job import Job
+from tests.referee import TINY
 
 WIRE = Execution()
-MODEL: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "qk_norm": "none",
-}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+MODEL: dict[str, Any] = {**TINY, **HEADS, "num_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 48}
 
 
 def small_job(

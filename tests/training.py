@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.ranks import end_after_case, run_ranks
+from tests.referee import TINY
 from tests.saves import entries
 from tests.states import same_content
 
@@ -27,33 +28,11 @@ def write_inputs(folder: Path, *, num_documents: int = 120, **model: Any) -> Fla
     lines = [" ".join(generator.choices(WORDS, k=generator.randint(8, 40))) for _ in range(num_documents)]
     text = folder / "text.jsonl"
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    config = {
-        "model_type": "gather_moe",
-        "vocab_size": 304,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "max_position_embeddings": 64,
-        "qk_norm": "head",
-    }
+    config = {**TINY, "model_type": "gather_moe", "vocab_size": 304, "qk_norm": "head"}
     (folder / "model.json").write_text(json.dumps(config | model))
-    return {
-        "train_file": text,
-        "config_name": folder / "model.json",
-        "cache_dir": folder / "cache",
-        "output_dir": folder / "run",
-        "train_vocab_size": 300,
-        "block_size": 16,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 2,
-        "max_steps": 6,
-        "logging_steps": 1,
-    }
+    flags: Flags = {"train_file": text, "config_name": folder / "model.json", "cache_dir": folder / "cache"}
+    flags |= {"output_dir": folder / "run", "train_vocab_size": 300, "block_size": 16, "learning_rate": 1e-2}
+    return flags | {"per_device_train_batch_size": 2, "max_steps": 6, "logging_steps": 1}
 
 
 def write_ds_config(folder: Path, **content: Any) -> Flags:

@@ -45,17 +45,9 @@ def adapters(model: Any) -> Tensors:
 def training_arguments(folder: Path, **options: Any) -> Any:
     from transformers import TrainingArguments
 
-    values: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "adam_epsilon": ADAM_EPS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+    values: dict[str, Any] = {"output_dir": str(folder), "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    values |= {"adam_epsilon": ADAM_EPS, "logging_steps": 1, "save_strategy": "no", "report_to": []}
+    values |= {"use_cpu": True, "disable_tqdm": True}
     return TrainingArguments(**values | options)
 
 

@@ -35,7 +35,6 @@ def both_answers(rank: int, world_size: int, name: str, sizes: Sizes) -> tuple[A
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODES)
 def test_outputs_and_all_gradients_are_those_of_one_rank(name: str, size: int) -> None:
@@ -49,7 +48,6 @@ def measured(rank: int, world_size: int, name: str, sizes: Sizes) -> Measured:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("size", "sizes"), [(2, SIZES), (4, GROUPED)])
 @pytest.mark.parametrize("name", MODES)
 def test_counted_bytes_equal_the_formula(name: str, size: int, sizes: Sizes) -> None:
@@ -173,7 +171,6 @@ def test_a_row_is_the_slowest_rank_and_void_where_it_computes_or_sends_something
     assert "void: its result differs" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_the_script_prints_and_writes_every_mode(tmp_path: Path) -> None:
     script = Path(attention_modes.__file__)
     words = ["--ranks", "2", "--rate", "1gbit", "--tokens", "128", "--turns", "2", "--json", str(tmp_path / "out.json")]

@@ -1,24 +1,28 @@
-"""Every claim's numbers against those worked out by hand, and the rules that its verdict follows."""
+"""Every claim's numbers against those worked out by hand, the rules of verdicts, and what the command writes."""
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from claims import case
 from claims.all_claims import CLAIMS, TABLES
 from claims.claim import COUNT, NEEDED, Claim, Value, Verdict, judge
+from claims.command import main
 from claims.machines import A100, A100_LINK_BYTES_PER_S, H100, H100_LINK_BYTES_PER_S, NETWORK_BYTES_PER_S
+from claims.report import amount, as_text, count_verdicts
 from claims.roofline import BACKWARD_TRANSFERS, FORWARD_TRANSFERS
 from claims.shadowing import Routing, draw_loads, shadowing_rows, share_surplus, zipf
 
 from modeling.cost import MATRICES
-from modeling.execution import Execution
-from modeling.layout import ParallelLayout
 from recipe.plan.hardware import SHEETS, find_hardware
-from recipe.plan.job import Job
 from recipe.plan.traffic import planned_traffic
 from recipe.shared.flops import count_parameters, model_flops_per_token
+from tests.traffic_jobs import small_job
 
 VERDICTS = """
 1 wrong 2 right 3 wrong 4 right 5 wrong 6 wrong 7 wrong 8 wrong 9 right 10 right 11 wrong 12 right 13 right 14 wrong
@@ -28,56 +32,16 @@ VERDICTS = """
 45 implausible 46 wrong 47 underdetermined 48 underdetermined
 """
 # By claim, the computed numbers in the order of its values, printed with as many digits as here.
-COMPUTED = {
-    1: "175 50 75 1402",
-    2: "2039",
-    3: "300 8 200",
-    4: "32 8",
-    5: "8 24 32",
-    6: "0.126 358 2.2",
-    7: "4.2 28 0.44",
-    8: "32 48 0.25 151",
-    9: "40.9 27 37.5 24",
-    10: "2 4",
-    11: "16 24 28",
-    12: "8.00 16 16",
-    13: "32",
-    14: "16 4",
-    15: "1 136",
-    16: "14 6 64 64",
-    17: "51.2 28.2 13.2 32768 32770 32798",
-    18: "8 16 32",
-    19: "2 1.81",
-    20: "1.86 4",
-    21: "1",
-    22: "",
-    23: "4",
-    24: "0 0",
-    25: "4 8",
-    26: "",
-    27: "0 0 0 46 54 50",
-    28: "2021",
-    29: "6144 9216 683",
-    30: "0.5 32768",
-    31: "20.25 17.3 40 101",
-    32: "16.8 25.2 29.4 8.39 33.55 134.2",
-    33: "1 1 1 90 80 70",
-    34: "2 2 2",
-    35: "0 50.3 25.2",
-    36: "1 0.5 2 3.33",
-    37: "16.8 12.6 50.3",
-    38: "33.6 25.2 2",
-    39: "1.06 1.53",
-    40: "0.29 0.78 0.59 24",
-    41: "64 32 16",
-    42: "0 0 0 46 54 50 30 49.3",
-    43: "4 0.57 0.38 0.14",
-    44: "",
-    45: "0 0 21 43",
-    46: "",
-    47: "1 1.01",
-    48: "",
-}
+NUMBERS = """
+1: 175 50 75 1402 | 2: 2039 | 3: 300 8 200 | 4: 32 8 | 5: 8 24 32 | 6: 0.126 358 2.2 | 7: 4.2 28 0.44 |
+8: 32 48 0.25 151 | 9: 40.9 27 37.5 24 | 10: 2 4 | 11: 16 24 28 | 12: 8.00 16 16 | 13: 32 | 14: 16 4 | 15: 1 136 |
+16: 14 6 64 64 | 17: 51.2 28.2 13.2 32768 32770 32798 | 18: 8 16 32 | 19: 2 1.81 | 20: 1.86 4 | 21: 1 | 22: | 23: 4
+| 24: 0 0 | 25: 4 8 | 26: | 27: 0 0 0 46 54 50 | 28: 2021 | 29: 6144 9216 683 | 30: 0.5 32768 |
+31: 20.25 17.3 40 101 | 32: 16.8 25.2 29.4 8.39 33.55 134.2 | 33: 1 1 1 90 80 70 | 34: 2 2 2 | 35: 0 50.3 25.2 |
+36: 1 0.5 2 3.33 | 37: 16.8 12.6 50.3 | 38: 33.6 25.2 2 | 39: 1.06 1.53 | 40: 0.29 0.78 0.59 24 | 41: 64 32 16 |
+42: 0 0 0 46 54 50 30 49.3 | 43: 4 0.57 0.38 0.14 | 44: | 45: 0 0 21 43 | 46: | 47: 1 1.01 | 48:
+"""
+COMPUTED = {int(n): numbers.split() for n, _, numbers in (x.partition(":") for x in NUMBERS.split("|"))}
 SPANS = {24: {22.3}, 27: {100.0}, 33: {2.0, 4.0, 8.0}, 36: {4.0, 2.0}, 42: {312.0}, 45: {24.5}, 47: {7.9}}
 TABLE_NUMBERS: dict[str, dict[str, str]] = {
     "throughput": {
@@ -162,7 +126,7 @@ def test_all_claims_are_there_in_order_and_judged_as_expected() -> None:
 
 @pytest.mark.parametrize("number", sorted(COMPUTED))
 def test_computed_numbers(number: int) -> None:
-    values, expected = claim_of(number).compute(), COMPUTED[number].split()
+    values, expected = claim_of(number).compute(), COMPUTED[number]
     assert [printed(v.computed / v.unit.size, x) for v, x in zip(values, expected, strict=True)] == expected
     spans = {round(v.upto / v.unit.size, 1) for v in values if v.upto is not None}
     assert spans == SPANS.get(number, set())
@@ -323,29 +287,91 @@ def test_parts_of_a_layer_are_the_projects_own_counts() -> None:
 
 def test_a_layer_sends_what_the_planner_says() -> None:
     """Ten transfers of the tokens, forward and backward, both inputs gathered again."""
-    model: dict[str, Any] = {
-        **asdict(case.LAYER),
-        "vocab_size": 1024,
-        "intermediate_size": 4096,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-    }
-    wire = Execution(overlap=True, regather=True)
-    job = Job(
-        model=model,
-        layout=ParallelLayout(tp=case.RANKS, ep=case.RANKS),
-        num_sequences=1,
-        block_size=case.LENGTH,
-        accumulation=1,
-        strategy="gather_tokens",
-        wire=wire,
-        experts_backend="grouped",
-        zero={"stage": 1},
-        precision="bf16",
-        recompute=False,
-        device="cuda",
-    )
+    layers = {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True}
+    model = {**asdict(case.LAYER), "vocab_size": 1024, "intermediate_size": 4096, **layers}
+    wire, sizes = {"overlap": True, "regather": True}, {"num_sequences": 1, "block_size": case.LENGTH}
+    options: dict[str, Any] = {"experts_backend": "grouped", "precision": "bf16", "device": "cuda", **sizes}
+    job = small_job(tp=case.RANKS, ep=case.RANKS, model=model, wire=wire, **options)
     sent = sum(row.sent_bytes for row in planned_traffic(job) if row.purpose in ("attention", "experts"))
     transfer = case.gather_bytes(case.tokens_bytes())
     assert sent == pytest.approx((FORWARD_TRANSFERS + BACKWARD_TRANSFERS) * transfer)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_what_the_command_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "claims.md"
+    assert main(["--markdown", str(page)]) == 0
+    assert "wrote" in capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    assert text == (ROOT / "docs" / "claims.md").read_text(encoding="utf-8"), "run: python benchmarks/claims --markdown"
+    assert main(["--markdown", "-"]) == 0
+    assert capsys.readouterr().out == text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    for above, below in pairwise(rows):
+        if re.fullmatch(r"\|(\s*-+\s*\|)+", below):
+            assert above.count("|") == below.count("|")
+    assert all(line.count("|") == 7 for line in rows if re.match(r"\| \d+ \| .*\*\*", line))
+    allowed = text.replace("nccl-tests issue", "").replace("recipe/shared/", "")
+    assert not re.search(r"session|helper|shared/|issue \d|\.txt", allowed)
+
+
+def test_json_is_one_object_in_base_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"claims", "verdicts", "tables"}
+    assert sum(found["verdicts"].values()) == len(found["claims"]) == 48
+    keys = {"number", "article", "claim", "formula", "values", "rule", "verdict", "why", "sources"}
+    value_keys = {"name", "unit", "computed", "upto", "stated", "tolerance", "agrees"}
+    for claim in found["claims"]:
+        assert set(claim) == keys
+        assert all(set(value) == value_keys for value in claim["values"])
+        assert all((value["agrees"] is None) == (value["stated"] is None) for value in claim["values"])
+        assert claim["why"]
+    assert [table["key"] for table in found["tables"]] == [table.key for table in TABLES]
+    for table in found["tables"]:
+        assert set(table) == {"key", "title", "intro", "columns", "rows", "notes", "sources"}
+        assert all({column["key"] for column in table["columns"]} <= set(row) for row in table["rows"])
+    (scores,) = (claim["values"][0] for claim in found["claims"] if claim["number"] == 12)
+    assert (scores["computed"], scores["stated"], scores["unit"]) == (8 * 2**30, 8 * 2**30, "bytes")
+
+
+def test_one_claim_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--number", "30"]) == 0
+    text = capsys.readouterr().out
+    assert "wrong" in text
+    assert "2·16,384² bytes: 0.5 GiB (stated 2)" in text
+    assert main(["--number", "30", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [claim["number"] for claim in found["claims"]] == [30]
+    assert found["tables"] == []
+
+
+def test_text_has_every_claim_and_table() -> None:
+    judged = [judge(claim) for claim in CLAIMS]
+    text = "\n".join(as_text(judged, TABLES))
+    assert all(table.title in text for table in TABLES)
+    assert all(re.search(rf"^ *{one.claim.number}  {one.verdict} ", text, re.M) for one in judged)
+    assert f"48 claims: {count_verdicts(judged)['wrong']} wrong" in text
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--number", "49"], "--number 49: there is no such claim, they are 1 to 48"),
+        (["--number", "3", "--markdown"], "--number shows one claim .* leave one out"),
+        (["--markdown", str(tmp_path / "no" / "page.md")], "page.md cannot be written: No such file .* name a file"),
+    ):
+        assert main([*arguments]) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+def test_numbers_are_printed_with_four_digits() -> None:
+    claim = CLAIMS[27].compute()[0]
+    assert amount(2021, claim.unit) == "2021"
+    assert [amount(x, COUNT) for x in (0.12345, 1402.0, 28.248, 33600.4)] == [
+        "0.1235",
+        "1,402",
+        "28.25",
+        "33,600",
+    ]

@@ -14,15 +14,7 @@ from gpu_cases import Bench, Case, Row
 from recipe.engine.graphs import install_graphs
 from recipe.shared.flops import Peak, model_flops_per_token
 from tests.emulated_graphs import EmulatedCapture
-from tests.referee import tiny_config
-
-TINY = {
-    name: getattr(tiny_config(), name)
-    for name in (
-        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-        *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings", "qk_norm"),
-    )
-}
+from tests.referee import TINY, tiny_config
 
 
 def install_emulated(model: Any) -> None:
@@ -33,7 +25,7 @@ def bench(**changes: Any) -> Bench:
     """A CPU in a GPU's place."""
     return Bench(
         device=torch.device("cpu"),
-        models={"small": TINY},
+        models={"small": dict(TINY)},
         product_sizes=(64, 16, 24, 4),
         batch=(2, 16),
         products={"torch": gpu_cases.TORCH},

@@ -12,36 +12,27 @@ import pytest
 from tests.launching import ROOT
 
 
-def answer(tokens: list[int], logprobs: list[float], *, text: tuple[int, ...] = (1, 2)) -> Any:
-    return other_readers.Answer([other_readers.Continuation(tokens, logprobs, [0.5, 0.0005, 0.5])], [list(text)])
+def answer(tokens: list[int], logprobs: list[float]) -> Any:
+    return other_readers.Answer([other_readers.Continuation(tokens, logprobs, [0.5, 0.0005, 0.5])], [[1, 2]])
 
 
-def test_the_same_tokens_with_close_probabilities_agree() -> None:
-    want = answer([4, 5, 6], [-1.0, -2.0, -3.0])
-    got = answer([4, 5, 6], [-1.0009, -2.0, -3.0])
-    assert other_readers.compare(want, got, tolerance=1e-3) == []
-    assert other_readers.compare(want, got, tolerance=1e-4) == ["prompt 0: token 0 has -1.00090 nats, not -1.00000"]
+WANT = answer([4, 5, 6], [-1.0, -2.0, -3.0])
 
 
-def test_only_where_two_tokens_are_equally_likely_another_may_be_chosen() -> None:
-    want = answer([4, 5, 6], [-1.0, -2.0, -3.0])
-    after_the_tie = answer([4, 8, 9], [-1.0, -2.0, -9.0])
-    assert other_readers.compare(want, after_the_tie, tolerance=1e-3) == []
-    clear = answer([4, 5, 9], [-1.0, -2.0, -3.0])
-    assert other_readers.compare(want, clear, tolerance=1e-3) == ["prompt 0: token 2 is [9], transformers chose 6"]
-
-
-def test_what_is_left_unanswered_disagrees() -> None:
-    want = answer([4, 5, 6], [-1.0, -2.0, -3.0])
-    short = answer([4], [-1.0])
-    assert other_readers.compare(want, short, tolerance=1.0) == ["prompt 0: token 1 is [], transformers chose 5"]
-    assert other_readers.compare(want, other_readers.Answer([], []), tolerance=1.0) == ["0 of 1 prompts were answered"]
-
-
-def test_a_text_that_becomes_other_tokens_disagrees() -> None:
-    want, got = answer([], []), answer([], [], text=(1, 3))
-    (difference,) = other_readers.compare(want, got, tolerance=1.0)
-    assert difference == f"{other_readers.TEXTS[0]!r} is [1, 3], not [1, 2]"
+@pytest.mark.parametrize(
+    ("got", "tolerance", "differences"),
+    [
+        (answer([4, 5, 6], [-1.0009, -2.0, -3.0]), 1e-3, []),
+        (answer([4, 5, 6], [-1.0009, -2.0, -3.0]), 1e-4, ["prompt 0: token 0 has -1.00090 nats, not -1.00000"]),
+        (answer([4, 8, 9], [-1.0, -2.0, -9.0]), 1e-3, []),  # where two tokens are equally likely
+        (answer([4, 5, 9], [-1.0, -2.0, -3.0]), 1e-3, ["prompt 0: token 2 is [9], transformers chose 6"]),
+        (answer([4], [-1.0]), 1.0, ["prompt 0: token 1 is [], transformers chose 5"]),
+        (other_readers.Answer([], []), 1.0, ["0 of 1 prompts were answered"]),
+        (WANT._replace(text_ids=[[1, 3]]), 1.0, [f"{other_readers.TEXTS[0]!r} is [1, 3], not [1, 2]"]),
+    ],
+)
+def test_answers_agree_in_tokens_probabilities_and_texts(got: Any, tolerance: float, differences: list[str]) -> None:
+    assert other_readers.compare(WANT, got, tolerance=tolerance) == differences
 
 
 def test_only_a_plain_byte_level_tokenizer_splits_text_as_gpt_2_does() -> None:

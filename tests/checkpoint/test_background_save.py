@@ -1,9 +1,11 @@
 """A save in the background keeps what a save in step with training keeps, and is as safe."""
 
 import errno
+import io
 import os
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,12 +14,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 from recipe.checkpoint.background import BackgroundSaver, open_saver
 from recipe.checkpoint.commit import Save, write_checkpoint
 from recipe.checkpoint.files import Files, WriteLater
 from recipe.checkpoint.find import verify_checkpoint
-from recipe.checkpoint.snapshot import Snapshot
+from recipe.checkpoint.snapshot import Snapshot, restore_snapshot, take_snapshot
 from recipe.shared.errors import CheckpointWriteError
 from recipe.shared.ranks import OneRank, Ranks, RanksMissingError
 from tests.ranks import run_ranks
@@ -252,3 +255,54 @@ def test_leaving_waits_for_the_save_and_an_error_of_training_is_not_hidden_by_on
         assert left == ["latest", "step-1"]
         assert len(notes) == 1
         assert notes[0].startswith(f"a save in the background had failed, too: step-2 could not be saved in {tmp_path}")
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    flat = torch.arange(12, dtype=torch.float32)
+    module = OrderedDict(a=flat[:6].view(2, 3), b=flat[6:].view(3, 2).t())
+    module._metadata = {"version": 1}  # type: ignore[attr-defined]
+    return {
+        "module": module,
+        "tied": nn.Parameter(flat[:6].view(2, 3)),
+        "frozen": nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False),
+        "empty": torch.empty(0),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "groups": [{"lr": 0.1, "params": [0, 1], "betas": (0.9, 0.99)}],
+        "bytes": torch.arange(5, dtype=torch.uint8),
+    }
+
+
+def test_it_equals_what_torch_save_writes(state: dict[str, Any]) -> None:
+    got, want = restore_snapshot(take_snapshot(state)), saved_and_loaded(state)
+    assert repr(got) == repr(want)
+    for name in ("tied", "frozen", "empty", "scalar", "bytes"):
+        assert type(got[name]) is type(want[name])
+        assert (got[name].dtype, got[name].requires_grad) == (want[name].dtype, want[name].requires_grad)
+    assert got["module"]["b"].stride() == (1, 2)
+    assert got["module"]._metadata == {"version": 1}
+
+
+def test_later_changes_do_not_reach_it(state: dict[str, Any]) -> None:
+    want = repr(state)
+    snapshot = take_snapshot(state)
+    state["module"]["a"].fill_(-1)
+    state["frozen"].fill_(-1)
+    state["groups"][0]["params"].append(2)
+    state["groups"][0]["lr"] = 0.0
+    assert repr(restore_snapshot(snapshot)) == want
+
+
+def test_a_storage_that_several_tensors_share_is_copied_once(state: dict[str, Any]) -> None:
+    snapshot = take_snapshot(state)
+    assert sum(storage.numel() for storage in snapshot.storages) == 12 * 4 + 2 * 2 + 0 + 8 + 5
+    got = restore_snapshot(snapshot)
+    got["module"]["a"][0, 0] = 7
+    assert got["tied"][0, 0] == 7

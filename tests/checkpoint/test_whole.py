@@ -1,19 +1,37 @@
-"""A state without a layout: any part of any tensor comes back, and a folder that is not whole is named as broken."""
+"""A state without a layout: files that any reader opens, any part of any tensor, made offline, damage named."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from recipe.checkpoint.native_files import open_training_state
+from recipe.checkpoint import whole
+from recipe.checkpoint.find import find_checkpoint
+from recipe.checkpoint.manifest import read_manifest
+from recipe.checkpoint.reshard import Pieces, reshard
+from recipe.checkpoint.tensor_file import DTYPE_NAMES, TensorSpec, find_tensors, write_tensors
 from recipe.checkpoint.training_state import Entry, digests_of, read_pieces
 from recipe.checkpoint.whole import WholeTensors, write_whole
-from recipe.shared.errors import CheckpointBrokenError
-from tests.referee import mixed_config, tiny_config
-from tests.states import MemoryState, details_of, ignore, read_all, save_whole, state_of
+from recipe.cli import main
+from recipe.shared.errors import (
+    CheckpointBrokenError,
+    CheckpointMissingError,
+    CheckpointWriteError,
+    NotEnoughSpaceError,
+)
+from recipe.shared.ranks import OneRank
+from tests.referee import mixed_config
+from tests.saves import entries
+from tests.states import MemoryState, assert_same, details_of, ignore, read_all, save_whole, state_of
 
 
 @pytest.fixture
@@ -46,9 +64,7 @@ def test_a_state_comes_back_bitwise(tmp_path: Path, piece_bytes: int) -> None:
     assert (got.step, got.shapes()) == (3.0, want.shapes())
     assert got.kinds("model.layers.1.mlp.gate.e_score_correction_bias") == ("weight",)
     tensors = read_all(got)
-    assert tensors.keys() == want.tensors.keys()
-    for key, tensor in want.tensors.items():
-        assert torch.equal(tensors[key], tensor), key
+    assert_same(tensors, want.tensors)
     assert sum(written) == got.num_bytes == sum(tensor.nbytes for tensor in want.tensors.values())
     assert len(set(digests.values())) == len(want.tensors)
     assert digests == digests_of(got, piece_bytes=piece_bytes + 1000, advance=ignore)
@@ -63,13 +79,6 @@ def test_any_ranges_are_read_and_nothing_else(folder: Path) -> None:
     assert state.num_bytes - before == 4 * 6 * 3 * 4
     part.fill_(0)
     assert torch.equal(read_all(state)["exp_avg/a"], whole), "a part has memory of its own"
-
-
-def test_a_checkpoint_with_such_a_folder_opens(tmp_path: Path) -> None:
-    config = tiny_config()
-    want = state_of(config)
-    save_whole(tmp_path / "saved", want, details=details_of(config))
-    assert read_all(open_training_state(tmp_path / "saved", details={})).keys() == want.tensors.keys()
 
 
 def edit(folder: Path, **entries: Any) -> None:
@@ -121,3 +130,262 @@ def test_a_single_file_may_also_come_from_the_library(folder: Path) -> None:
     save_file(tensors, folder / "state.safetensors")
     got = read_all(WholeTensors(folder))
     assert all(torch.equal(got[key], tensor) for key, tensor in tensors.items())
+
+
+def specs_of(tensors: dict[str, Tensor]) -> list[TensorSpec]:
+    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+
+
+def write(folder: Path, tensors: dict[str, Tensor], *, max_file_bytes: int = 2**20, size: int = 5) -> int:
+    """Written `size` elements at a time."""
+    return write_tensors(
+        folder,
+        specs_of(tensors),
+        stem="state",
+        pieces=lambda spec: tensors[spec.name].flatten().split(size),
+        max_file_bytes=max_file_bytes,
+    )
+
+
+def test_the_library_reads_every_dtype_back(tmp_path: Path) -> None:
+    tensors = {f"of {name}": torch.arange(21).view(3, 7).to(dtype) for dtype, name in reversed(DTYPE_NAMES.items())}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4)}
+    assert write(tmp_path, tensors) == 1
+    loaded = load_file(tmp_path / "state.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+    assert find_tensors(tmp_path, stem="state") == dict.fromkeys(tensors, tmp_path / "state.safetensors")
+    with safe_open(tmp_path / "state.safetensors", framework="pt") as reader:
+        assert reader.metadata() == {"format": "pt"}
+
+
+def test_large_states_are_shared_out_over_files_with_an_index(tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.full((10,), float(number)) for number in range(5)}
+    tensors["large"] = torch.arange(100.0)
+    assert write(tmp_path, tensors, max_file_bytes=90) == 4
+    files = find_tensors(tmp_path, stem="state")
+    held = {path.name: sorted(name for name in files if files[name] == path) for path in sorted(set(files.values()))}
+    assert held == {
+        "state-00001-of-00004.safetensors": ["t0", "t1"],
+        "state-00002-of-00004.safetensors": ["t2", "t3"],
+        "state-00003-of-00004.safetensors": ["t4"],
+        "state-00004-of-00004.safetensors": ["large"],
+    }
+    for name, path in files.items():
+        assert torch.equal(load_file(path)[name], tensors[name])
+    index = json.loads((tmp_path / "state.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 600}
+
+
+def test_pieces_are_taken_one_at_a_time(tmp_path: Path) -> None:
+    """Each one is in the file, or its buffer, before the next is asked for: it can be freed, or changed."""
+    room = torch.empty(4096)
+
+    def pieces(spec: TensorSpec) -> list[Tensor]:
+        return (room.fill_(number) for number in range(3))  # type: ignore[return-value]
+
+    write_tensors(tmp_path, [TensorSpec("a", (3, 4096), torch.float32)], stem="state", pieces=pieces)
+    loaded = load_file(tmp_path / "state.safetensors")["a"]
+    assert torch.equal(loaded, torch.arange(3.0)[:, None].expand(3, 4096))
+
+
+def test_pieces_that_are_not_what_was_announced_are_refused(tmp_path: Path) -> None:
+    spec = TensorSpec("a", (2, 3), torch.float32)
+    with pytest.raises(ValueError, match=r"a of shape \(2, 3\) has 24 bytes, but its pieces 20"):
+        write_tensors(tmp_path, [spec], stem="state", pieces=lambda spec: [torch.zeros(5)])
+    with pytest.raises(ValueError, match=r"a was to be torch.float32, but a piece of it is torch.float64"):
+        write_tensors(tmp_path, [spec], stem="state", pieces=lambda spec: [torch.zeros(6).double()])
+    with pytest.raises(ValueError, match=r"z is of torch.complex64, which the format has no name for"):
+        write_tensors(tmp_path, [TensorSpec("z", (2,), torch.complex64)], stem="state", pieces=lambda spec: [])
+
+
+def test_another_file_is_not_taken_for_tensors(tmp_path: Path) -> None:
+    (tmp_path / "state.safetensors").write_bytes(b"something else")
+    with pytest.raises(ValueError, match=r"state.safetensors is no safetensors file \("):
+        find_tensors(tmp_path, stem="state")
+
+
+SMALL = Pieces(piece_bytes=4000, max_file_bytes=100_000)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of step 3 in a run folder."""
+    config = mixed_config(router_bias=True)
+    folder = tmp_path_factory.mktemp("saved") / "run" / "checkpoints" / "step-3"
+    return save_whole(folder, state_of(config), details=details_of(config, dp=2, tp=2, ep=2))
+
+
+@pytest.fixture
+def source(saved: Path, tmp_path: Path) -> Path:
+    """The same, to be damaged."""
+    return shutil.copytree(saved, tmp_path / "run" / "checkpoints" / "step-3")
+
+
+def test_every_tensor_and_file_is_carried_over(saved: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    done = reshard(saved, out=tmp_path / "out", say=said.append, pieces=SMALL)
+    want, got = read_all(WholeTensors(saved / "whole")), read_all(WholeTensors(tmp_path / "out" / "whole"))
+    assert_same(got, want)
+    assert (done.num_read, done.num_read_back) == (len(want), len(want))
+    assert len(list((tmp_path / "out" / "whole").glob("*.safetensors"))) > 3
+    before, after = read_manifest(saved), read_manifest(tmp_path / "out")
+    assert after.step == 3
+    assert after.details == {**before.details, "format": "whole"}
+    for name in ("ranks/rank-00000.pt", "hf/config.json", "expert_counts.json"):
+        assert after.files[name] == before.files[name]
+    assert sum(after.sizes_bytes.values()) == done.num_bytes
+    assert said == [f"comparing {saved} with its manifest", f"reading step 3 from {saved}, which is complete"]
+    assert entries(tmp_path) == ["out"]
+    found = find_checkpoint(tmp_path / "run", resume=str(tmp_path / "out"), ranks=OneRank(), say=ignore)
+    assert found is not None
+    assert (found.step, found.folder) == (3, tmp_path / "out")
+
+
+def test_a_folder_may_be_called_auto(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that means something else where a run is resumed."""
+    monkeypatch.chdir(source.parent)
+    source.rename("auto")
+    assert reshard(Path("auto"), out=Path("out"), say=ignore).source == source.with_name("auto")
+
+
+def test_of_a_run_folder_the_newest_complete_checkpoint_is_taken(source: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(source, source.with_name("step-4"))
+    said: list[str] = []
+    done = reshard(source.parent.parent, out=tmp_path / "step-3", say=said.append)
+    assert done.source == source
+    assert said[1].startswith(f"passing over step-4, which is broken: {broken}/manifest.json: is of step 3, not of")
+    assert len(said) == 3
+
+
+def test_the_command_prints_both_counts(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["reshard", str(saved), str(out)]) == 0
+    num = len(read_all(WholeTensors(saved / "whole")))
+    said = capsys.readouterr().out.splitlines()
+    assert said[2:] == [
+        f"{num} tensors read, {num} read back and found equal",
+        f"wrote {out}; continue in any layout with --resume_from_checkpoint {out}",
+    ]
+    assert main(["reshard", str(saved), str(out)]) == 2
+    assert capsys.readouterr().err == f"gather-moe reshard: {out} exists already; name a folder that does not\n"
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_first(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for out, match in [
+        (tmp_path / "step-7", r"step-7 would name step 7, but .*step-3 is of step 3; call it step-3 or any"),
+        (saved / "hf" / "in", "in lies inside the checkpoint that is read; name a folder outside of it"),
+        (tmp_path / "dangling", "dangling exists already"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            reshard(saved, out=out, say=ignore)
+    with pytest.raises(CheckpointMissingError, match="nowhere"):
+        reshard(tmp_path / "nowhere", out=tmp_path / "out", say=ignore)
+    full = SimpleNamespace(free=1000)
+    with (
+        patch("recipe.checkpoint.folders.shutil.disk_usage", return_value=full),
+        pytest.raises(NotEnoughSpaceError, match=r"only 1,000 bytes .* free; free some space or name a folder on"),
+    ):
+        reshard(saved, out=tmp_path / "out", say=ignore)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_source_is_refused_before_it_is_read(source: Path, tmp_path: Path) -> None:
+    (source / "ranks" / "rank-00000.pt").write_bytes(b"another's own")
+    with pytest.raises(CheckpointBrokenError, match=r"rank-00000.pt: has 13 bytes instead of 12"):
+        reshard(source, out=tmp_path / "out", say=ignore)
+
+
+def remake(source: Path, *, leave_out: str = "", **details: Any) -> None:
+    """The same checkpoint with details changed, or without a tensor and without a word of it."""
+    state, manifest = state_of(mixed_config(router_bias=True)), read_manifest(source)
+    state.tensors = {key: tensor for key, tensor in state.tensors.items() if leave_out not in key or not leave_out}
+    shutil.rmtree(source)
+    changed = {name: value for name, value in {**manifest.details, **details}.items() if value is not None}
+    save_whole(source, state, details=changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"leave_out": "layers.2.mlp.experts.down_proj"},
+            "step-3: its files hold 58,768 parameters, but a model of its settings has 66,960",
+        ),
+        ({"model.num_hidden_layers": 2}, "hold 66,960 parameters, but a model of its settings has 38,976"),
+        ({"model.vocab_size": None}, "manifest.json: its details say nothing of the model"),
+    ],
+)
+@pytest.mark.requirement("R-CKPT-05")
+def test_a_source_without_all_parameters_of_its_model_or_with_more_is_refused(
+    changes: dict[str, Any], match: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remake(source, **changes)
+    assert main(["reshard", str(source), str(tmp_path / "out")]) == 12
+    assert match in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.requirement("R-CKPT-05")
+def test_a_tensor_that_is_read_back_otherwise_fails_the_command(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that gives other bytes than it was given."""
+    right = WholeTensors.read
+
+    def spoil(self: WholeTensors, name: str, *, kind: str, ranges: Any) -> torch.Tensor:
+        part = right(self, name, kind=kind, ranges=ranges)
+        if ".reshard-out" in str(self._files[f"{kind}/{name}"]) and (name, kind) == ("lm_head.weight", "exp_avg"):
+            part.view(-1)[-1] *= 1 + 2**-20
+        return part
+
+    with patch.object(WholeTensors, "read", spoil):
+        assert main(["reshard", str(saved), str(tmp_path / "out")]) == 14
+    num = len(read_all(WholeTensors(saved / "whole")))
+    error = capsys.readouterr().err
+    assert f"{num} tensors were read and {num} read back, of which 1 differ: ['exp_avg/lm_head.weight']" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.requirement("R-CKPT-05")
+def test_a_tensor_that_is_not_written_fails_the_command(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forget_one(folder: Path, specs: Any, **options: Any) -> int:
+        return write_tensors(folder, specs[1:], **options)
+
+    with patch.object(whole, "write_tensors", forget_one):
+        assert main(["reshard", str(saved), str(tmp_path / "out")]) == 12
+    assert "missing ['weight/model.embed_tokens.weight'], not listed []" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def copy_half(source: Path, target: Path) -> None:
+    target.write_bytes(source.read_bytes()[:5])
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        (
+            patch.object(whole, "write_tensors", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+            r"out could not be written: .* No space left on device; what was",
+        ),
+        (
+            patch("recipe.checkpoint.reshard.shutil.copyfile", copy_half),
+            r"2 files were not copied as they are: \['hf/config.json', 'ranks",
+        ),
+    ],
+    ids=["a full disk", "files that change"],
+)
+def test_what_cannot_be_written_or_copied_leaves_nothing_behind(
+    fault: Any, match: str, saved: Path, tmp_path: Path
+) -> None:
+    left_by_a_killed_one = tmp_path / ".reshard-out" / "whole"
+    left_by_a_killed_one.mkdir(parents=True)
+    with fault, pytest.raises(CheckpointWriteError, match=match):
+        reshard(saved, out=tmp_path / "out", say=ignore)
+    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """The stream of steps: one integer resumes it, and no layout, worker or checkpoint changes it (R-DATA-01 to 05)."""
 
+import itertools
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from recipe.data.batches import check_batches, checksum
 from recipe.data.loader import LoaderOptions, StepLoader
+from recipe.data.order import EpochOrder
 from recipe.shared.ranks import TorchRanks
 from tests.data_samples import numbered_blocks, prepare, rows_of, take_rows, write_rows
 from tests.ranks import run_ranks
@@ -181,3 +183,50 @@ def test_groups_that_share_sequences_are_named() -> None:
     messages = run_ranks(_check_batches_of_ranks, 2, 1, dp_ranks=[0, 0], seeds=[0, 0])
     assert messages[0] == messages[1]
     assert "ranks [0, 1] of different groups hold the same sequences of the stream" in messages[0]
+
+
+def order(num_items: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
+    permutation = EpochOrder(num_items, seed=seed, epoch=epoch)
+    return [permutation[position] for position in range(num_items)]
+
+
+@pytest.mark.parametrize("num_items", [1, 2, 3, 4, 5, 12, 64, 65, 1000, 4097])
+def test_every_item_comes_once(num_items: int) -> None:
+    assert sorted(order(num_items)) == list(range(num_items))
+
+
+def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
+    first = order(100, seed=3, epoch=1)
+    assert first == order(100, seed=3, epoch=1)
+    assert first != order(100, seed=4, epoch=1)
+    assert first != order(100, seed=3, epoch=2)
+    assert order(100, seed=1, epoch=11) != order(100, seed=11, epoch=1)
+
+
+def test_one_position_of_a_huge_epoch_costs_nothing() -> None:
+    num_items = 10**13
+    huge = EpochOrder(num_items, seed=0, epoch=0)
+    items = [huge[position] for position in range(0, num_items, num_items // 1000)]
+    assert len(set(items)) == len(items)
+    assert 0.45 < sum(items) / len(items) / num_items < 0.55
+
+
+def test_all_orders_of_four_items_occur_about_equally_often() -> None:
+    counts: dict[tuple[int, ...], int] = {}
+    for seed in range(4800):
+        found = tuple(order(4, seed=seed))
+        counts[found] = counts.get(found, 0) + 1
+    assert len(counts) == 24
+    # 23 degrees of freedom: chance exceeds 50 once in a thousand times.
+    assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 50
+
+
+def test_neighbours_do_not_stay_neighbours() -> None:
+    shuffled = order(4096)
+    assert sum(abs(a - b) == 1 for a, b in itertools.pairwise(shuffled)) < 20
+
+
+@pytest.mark.parametrize("position", [5, -1])
+def test_a_position_outside_the_epoch_is_an_error(position: int) -> None:
+    with pytest.raises(IndexError, match=f"position {position} of an epoch of 5 items"):
+        EpochOrder(5, seed=0, epoch=0)[position]

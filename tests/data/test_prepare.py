@@ -1,4 +1,4 @@
-"""From options to blocks: every kind of source, every bad input, and the ranks in step (R-DATA-07, 08 and 10)."""
+"""From options to blocks: every kind of source and bad input, the cache, the ranks in step (R-DATA-07, 08 and 10)."""
 
 import math
 from contextlib import nullcontext
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from recipe.data import token_store
+from recipe.data.cache import cache_folder
 from recipe.data.options import DataOptions, check_options, option_faults
 from recipe.data.token_store import LeftOut, TokenStore, TokenWriter
 from recipe.shared.ranks import Ranks, TorchRanks
-from tests.data_samples import all_tokens, prepare, save_words, write_json, write_rows
+from tests.data_samples import all_tokens, one_turn, prepare, save_chat_words, save_words, write_json, write_rows
 from tests.ranks import run_ranks
 from tests.thread_ranks import on_threads
 
@@ -265,3 +266,45 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "big")
     data = prepare(tmp_path, ["far far far"], tokenizer_name=str(tmp_path / "big"))
     assert all_tokens(data.train) == [70_000, 70_000, 70_000, 0]
+
+
+def test_a_second_run_reads_the_cache_and_other_settings_do_not(tmp_path: Path) -> None:
+    rows = [f"w{i % 200} w{i % 7}" for i in range(60)]
+    path = str(tmp_path / "a.jsonl")
+    cache = prepare(tmp_path, rows).report["corpora"][0]["cache"]
+    mark = Path(cache) / "mark"
+    mark.touch()
+    assert prepare(tmp_path, train_file=path, block_size=8).report["corpora"][0]["cache"] == cache
+    assert mark.exists()
+    assert prepare(tmp_path, train_file=path, overwrite_cache=True).report["corpora"][0]["cache"] == cache
+    assert not mark.exists()
+    fewer = prepare(tmp_path, train_file=path, max_train_documents=9, validation_split_percentage=40)
+    assert (fewer.train.num_documents, fewer.validation.num_documents) == (6, 3)
+    changed = prepare(tmp_path, [*rows, "w1"]).report["corpora"][0]
+    assert changed["cache"] != cache
+    assert changed["num_documents"] == 61
+
+
+def test_the_cache_lies_where_the_user_says_or_in_their_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder(DataOptions(block_size=8, cache_dir="here")) == Path("here")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert cache_folder(DataOptions(block_size=8)) == Path("/elsewhere/gather-moe")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/user")
+    assert cache_folder(DataOptions(block_size=8)) == Path("/home/user/.cache/gather-moe")
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "message"),
+    [("tokens", 2, "46 bytes and should have 48"), ("trained", 1, "23 bytes and should have 24")],
+)
+def test_a_damaged_cache_is_named_and_can_be_rebuilt(tmp_path: Path, name: str, cut: int, message: str) -> None:
+    chosen: dict[str, Any] = {
+        "train_file": write_json(tmp_path / "rows.jsonl", [one_turn("w1", "w2")] * 4),
+        "tokenizer_name": save_chat_words(tmp_path / "words"),
+    }
+    file = Path(prepare(tmp_path, **chosen).report["corpora"][0]["cache"]) / f"{name}.bin"
+    file.write_bytes(file.read_bytes()[:-cut])
+    with pytest.raises(ValueError, match=rf"{name}.bin has {message}; rebuild it with --overwrite"):
+        prepare(tmp_path, **chosen)
+    assert len(prepare(tmp_path, overwrite_cache=True, **chosen).train) == 8

@@ -31,6 +31,7 @@ from tests.referee import (
     referee_model,
     tiny_config,
 )
+from tests.states import assert_same
 from tests.training import train_on_ranks, write_ds_config, write_inputs
 
 MODELING = Path(__file__).parents[2] / "modeling"
@@ -107,9 +108,7 @@ def test_every_tensor_is_written_once_and_equal(name: str, case: Case, tmp_path:
             part = tensor if target.expert is None else tensor[target.expert]
             want[target.name] = part if target.half is None else part.chunk(2)[target.half]
     got = read_export(tmp_path / "hf")
-    assert got.keys() == want.keys()
-    for key, tensor in want.items():
-        assert torch.equal(got[key], tensor), key
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize(

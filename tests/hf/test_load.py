@@ -22,6 +22,7 @@ from tests.hub_samples import make_model
 from tests.ranks import RankError, run_ranks
 from tests.referee import LOGITS_ATOL, tiny_config
 from tests.training import read_metrics, train_on_ranks, write_ds_config, write_inputs
+from tests.tuning import Exported
 
 STOCK: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
@@ -198,21 +199,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def saved_run(folder: Path, **model: Any) -> tuple[dict[str, Any], Path]:
-    """Flags of a new run from a saved one's weights, and its hf/ folder."""
-    flags = write_inputs(folder, **model)
-    run_ranks(train_on_ranks, 1, flags)
-    hf_folder = folder / "run" / "checkpoints" / "latest" / "hf"
-    del flags["config_name"], flags["train_vocab_size"]
-    return flags | {"model_name_or_path": hf_folder, "output_dir": folder / "more"}, hf_folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_run_goes_on_from_the_weights_of_every_type_in_another_layout(kind: str, tmp_path: Path) -> None:
-    flags, hf_folder = saved_run(tmp_path, **MODELS[kind])
+    flags = write_inputs(tmp_path, **MODELS[kind])
+    run_ranks(train_on_ranks, 1, flags)
+    hf_folder = tmp_path / "run" / "checkpoints" / "latest" / "hf"
     assert json.loads((hf_folder / "config.json").read_text())["model_type"] == kind
     last = read_metrics(tmp_path / "run", key="eval_loss")[6]["eval_loss"]
+    del flags["config_name"], flags["train_vocab_size"]
+    flags |= {"model_name_or_path": hf_folder, "output_dir": tmp_path / "more"}
     # One step with a learning rate of nothing shows that the weights and the tokenizer came along.
     flags |= write_ds_config(tmp_path, parallel={"tp": 2, "ep": 1}) | {"max_steps": 1, "learning_rate": 0.0}
     run_ranks(train_on_ranks, 2, flags)
@@ -221,9 +217,9 @@ def test_a_run_goes_on_from_the_weights_of_every_type_in_another_layout(kind: st
     assert json.loads(again.read_text())["model_type"] == kind
 
 
-def test_weights_without_a_tokenizer_do_not_get_a_new_one(tmp_path: Path) -> None:
-    flags, hf_folder = saved_run(tmp_path)
-    bare = tmp_path / "bare"
-    shutil.copytree(hf_folder, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+def test_weights_without_a_tokenizer_do_not_get_a_new_one(exported: Exported, tmp_path: Path) -> None:
+    flags, bare = write_inputs(tmp_path), tmp_path / "bare"
+    del flags["config_name"], flags["train_vocab_size"]
+    shutil.copytree(exported("mixtral"), bare, ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(RankError, match=r"bare holds no tokenizer; name its tokenizer by --tokenizer_name"):
         run_ranks(train_on_ranks, 1, flags | {"model_name_or_path": bare})

@@ -1,24 +1,37 @@
-"""From environment variables to joined ranks: what each launcher sets, what is missing, and what stays behind."""
+"""From environment variables to joined ranks: how they meet, who is missing, and what is left by dead runs."""
 
 import base64
 import json
+import multiprocessing as mp
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 import recipe.launch.start
-from recipe.launch.rendezvous import RendezvousError
+from recipe.launch.processes import ProcessId, identify, identify_myself, is_alive
+from recipe.launch.rendezvous import (
+    RendezvousError,
+    open_file_store,
+    open_tcp_store,
+    private_folder,
+    wait_for_all,
+)
+from recipe.launch.shared_memory import SharedMemoryError, check_room, remove_dead_buffers
 from recipe.launch.start import (
     World,
     check_world_size,
@@ -33,24 +46,10 @@ from tests.launching import running, shared_memory
 from tests.ranks import with_libraries
 
 CPU = {"DS_ACCELERATOR": "cpu"}
-DEEPSPEED = CPU | {
-    "RANK": "3",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_SIZE": "2",
-    "CROSS_RANK": "1",
-    "CROSS_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-}
-TORCHRUN = CPU | {
-    "RANK": "3",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-}
+THIS_RANK = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+DEEPSPEED = CPU | THIS_RANK | {"LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"} | ADDRESS
+TORCHRUN = CPU | THIS_RANK | {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
 ONE_NODE = CPU | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
 
 
@@ -324,3 +323,176 @@ def test_a_killed_run_leaves_no_shared_memory(tmp_path: Path, kill: signal.Signa
         job.communicate(timeout=60)
     assert joined == 2
     assert shared_memory() == before
+
+
+def _at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Run the calls in threads and return their results; the first error is raised."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+@pytest.fixture
+def dead_process() -> ProcessId:
+    process = mp.get_context("fork").Process(target=lambda: None)
+    process.start()
+    assert process.pid is not None
+    found = identify(process.pid)
+    process.join()
+    return found or ProcessId(process.pid, 1)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port the system chose, on the loopback device, that is listened on for as long as the test runs."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_a_process_is_known_by_its_start(dead_process: ProcessId) -> None:
+    me = identify_myself()
+    assert me.pid == os.getpid()
+    assert is_alive(me)
+    assert not is_alive(ProcessId(me.pid, me.start_ticks + 1))
+    assert not is_alive(dead_process)
+
+
+@pytest.mark.requirement("R-LAUNCH-03")
+def test_two_jobs_at_once_do_not_mix(tmp_path: Path) -> None:
+    folder = private_folder(tmp_path)
+
+    def join(job: str, rank: int) -> set[str]:
+        store = open_file_store(job, folder=folder, world_size=2)
+        store.set(f"from-{rank}", f"{job}-{rank}")
+        wait_for_all(store, rank=rank, world_size=2, timeout_s=10, meeting=job)
+        return {store.get(f"from-{peer}").decode() for peer in (0, 1)}
+
+    met = _at_once(*(lambda j=job, r=rank: join(j, r) for job in ("a", "b") for rank in (0, 1)))  # type: ignore[misc]
+    assert met == [{"a-0", "a-1"}] * 2 + [{"b-0", "b-1"}] * 2
+
+
+def test_files_of_a_dead_run_are_replaced_and_those_of_a_live_one_stay(tmp_path: Path, dead_process: ProcessId) -> None:
+    folder = private_folder(tmp_path)
+    dead, live = f"{dead_process.pid} {dead_process.start_ticks}\n", f"1 {_start_of_process_1()}\n"
+    for name, members in (("same-name", dead), ("dead", dead), ("live", dead + live)):
+        (folder / name).write_text("left over")
+        (folder / f"{name}.members").write_text(members)
+    store = open_file_store("same-name", folder=folder, world_size=1)
+    wait_for_all(store, rank=0, world_size=1, timeout_s=1, meeting="here")
+    assert {path.name for path in folder.iterdir()} == {
+        "lock",
+        "same-name",
+        "same-name.members",
+        "live",
+        "live.members",
+    }
+    assert (folder / "live.members").read_text() == live
+
+
+def _start_of_process_1() -> int:
+    first = identify(1)
+    assert first is not None
+    return first.start_ticks
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(mode=0o755), lambda path: path.symlink_to("/tmp")])
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / f"gather-moe-{os.getuid()}")
+    with pytest.raises(RendezvousError, match=r"must be a folder that belongs to user \d+ alone \(mode 700\)"):
+        private_folder(tmp_path)
+
+
+def test_a_rank_that_gave_up_is_not_counted_by_latecomers() -> None:
+    store = HashStore()
+    for rank in (0, 1):
+        with pytest.raises(RendezvousError, match=rf"present \[{rank}\], missing \[{1 - rank}\]"):
+            wait_for_all(store, rank=rank, world_size=2, timeout_s=0.1, meeting="a place")
+
+
+def test_the_same_rank_twice_is_refused() -> None:
+    store = HashStore()
+    wait_for_all(store, rank=0, world_size=1, timeout_s=1, meeting="a place")
+    with pytest.raises(RendezvousError, match=r"two processes came to a place as rank 0; RANK must differ"):
+        wait_for_all(store, rank=0, world_size=1, timeout_s=1, meeting="a place")
+
+
+@pytest.mark.requirement("R-LAUNCH-03")
+def test_a_busy_port_names_itself_and_its_holder(taken_port: int) -> None:
+    message = (
+        rf"port {taken_port} is already in use by process {os.getpid()} \(.+\); choose another one with MASTER_PORT"
+    )
+    with pytest.raises(RendezvousError, match=message):
+        open_tcp_store("127.0.0.1", port=taken_port, world_size=2, serve=True, timeout_s=5)
+
+
+def test_ranks_meet_at_an_address() -> None:
+    server = open_tcp_store("127.0.0.1", port=0, world_size=2, serve=True, timeout_s=10)
+    assert isinstance(server, TCPStore)
+    client = open_tcp_store("127.0.0.1", port=server.port, world_size=2, serve=False, timeout_s=10)
+    done = threading.Event()
+
+    def join(rank: int) -> None:
+        wait_for_all((server, client)[rank], rank=rank, world_size=2, timeout_s=10, meeting="the address")
+        done.set()
+
+    _at_once(lambda: join(0), lambda: join(1))
+    assert done.is_set()
+
+
+class _Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def _buffer(folder: Path, name: str) -> Path:
+    path = folder / f"deepspeed_allreduce_buffer_{name}"
+    path.write_bytes(bytes(2**20))
+    return path
+
+
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_buffers_of_dead_runs_are_removed_and_named(tmp_path: Path) -> None:
+    dead = [_buffer(tmp_path, name) for name in ("0_127.0.0.1_29500_0", "0_127.0.0.1_29500_1")]
+    other = tmp_path / "sem.other"
+    other.write_bytes(b"x")
+    said: list[str] = []
+    assert remove_dead_buffers(tmp_path, say=said.append) == [path.name for path in dead]
+    assert list(tmp_path.iterdir()) == [other]
+    assert said == [
+        f"removed what dead runs left in {tmp_path} (2 MiB): "
+        "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0, deepspeed_allreduce_buffer_0_127.0.0.1_29500_1"
+    ]
+
+
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_a_buffer_that_a_process_has_mapped_stays(tmp_path: Path) -> None:
+    live, dead = _buffer(tmp_path, "live"), _buffer(tmp_path, "dead")
+    mapped = torch.from_file(str(live), shared=True, size=2**20, dtype=torch.uint8)  # keeps no descriptor open
+    assert remove_dead_buffers(tmp_path, say=print) == [dead.name]
+    del mapped
+    assert remove_dead_buffers(tmp_path, say=print) == [live.name]
+    said: list[str] = []
+    assert (remove_dead_buffers(tmp_path, say=said.append), said) == ([], [])
+
+
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_a_buffer_that_a_process_has_open_stays(tmp_path: Path) -> None:
+    """A run that has created its buffer and not mapped it yet."""
+    live = _buffer(tmp_path, "live")
+    with live.open("r+b"):
+        assert remove_dead_buffers(tmp_path, say=print) == []
+    assert live.exists()
+
+
+@pytest.mark.requirement("R-LAUNCH-02")
+def test_a_nearly_full_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _buffer(tmp_path, "of_somebody")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1000 * 2**20, 951 * 2**20, 49 * 2**20))
+    message = r"is nearly full: 49 of 1000 MiB are free; .*deepspeed_allreduce_buffer_of_somebody \(1 MiB\)"
+    with pytest.raises(SharedMemoryError, match=message):
+        check_room(tmp_path)
+    # A small folder may be empty.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(64 * 2**20, 0, 64 * 2**20))
+    check_room(tmp_path)

@@ -1,5 +1,7 @@
-"""Traces of GPUs taken apart: every number of a made-up step is known."""
+"""Traces of GPUs taken apart: every number of made-up steps is known, on one rank and on several beside each other."""
 
+import random
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -7,10 +9,12 @@ from typing import Any
 import pytest
 
 from modeling.execution import Execution
+from recipe.profile.account import account_for
 from recipe.profile.host import collective_op, dtype_bytes, kind_of_kernel, module_scope
 from recipe.profile.savings import find_savings
-from recipe.profile.spans import sent_bytes
-from recipe.profile.transfers import Route
+from recipe.profile.spans import Copy, Part, Transfer, Window, Work, sent_bytes
+from recipe.profile.trace_file import read_trace
+from recipe.profile.transfers import Links, Route, route_of
 from recipe.shared.scopes import Scope
 from tests.profile_traces import (
     BACKWARD,
@@ -21,10 +25,12 @@ from tests.profile_traces import (
     gpu_events,
     in_us,
     kernel,
+    lagging_steps,
     launch,
     memory,
     take_apart,
     write_gpu_traces,
+    write_ranks,
     write_trace,
 )
 
@@ -275,37 +281,20 @@ def test_what_hides_a_transfer_depends_on_how_the_steps_were_executed(
     assert advice in words
 
 
-@pytest.mark.parametrize(
-    ("op", "given", "num_ranks", "sent"),
-    [
-        ("all_gather", 10, 4, 30),
-        ("reduce_scatter", 40, 4, 30),
-        ("all_reduce", 40, 4, 60),
-        ("all_to_all", 40, 4, 30),
-        ("broadcast", 40, 4, 30),
-        ("send", 40, 2, 40),
-        ("barrier", 40, 4, 0),
-        ("recv", 40, 2, None),
-    ],
-)
-def test_what_a_ring_sends(op: str, given: float, num_ranks: int, sent: float | None) -> None:
-    assert sent_bytes(op, given_bytes=given, num_ranks=num_ranks) == sent
+def test_what_a_ring_sends() -> None:
+    def sent(op: str, num_ranks: int = 4) -> float | None:
+        return sent_bytes(op, given_bytes=40, num_ranks=num_ranks)
+
+    ops = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
+    assert [sent(op) for op in ops] == [120, 30, 60, 30, 30, 0]
+    assert [sent(op, 2) for op in ("send", "recv")] == [40, None]
 
 
-@pytest.mark.parametrize(
-    ("name", "op"),
-    [
-        ("_allgather_base", "all_gather"),
-        ("c10d::_reduce_scatter_base_", "reduce_scatter"),
-        ("gloo:all_to_all", "all_to_all"),
-        ("AllReduce", "all_reduce"),
-        ("all_to_allv", "all_to_all"),
-        ("SendRecv", "send_recv"),
-        ("nccl:something", None),
-    ],
-)
-def test_names_of_collectives(name: str, op: str | None) -> None:
-    assert collective_op(name) == op
+def test_names_of_collectives() -> None:
+    base = ("_allgather_base", "c10d::_reduce_scatter_base_", "gloo:all_to_all", "AllReduce")
+    assert [collective_op(name) for name in base] == ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+    others = ("all_to_allv", "SendRecv", "nccl:something")
+    assert [collective_op(name) for name in others] == ["all_to_all", "send_recv", None]
 
 
 def test_names_of_types_kernels_and_modules() -> None:
@@ -317,19 +306,147 @@ def test_names_of_types_kernels_and_modules() -> None:
     assert module_scope("nn.Module: Linear_4") is None
 
 
-@pytest.mark.parametrize(
-    ("module", "kind"),
-    [
-        ("Qwen3MoeRMSNorm", "norms"),
-        ("Qwen3MoeRotaryEmbedding", "embedding"),
-        ("Qwen3MoeForCausalLM", "head"),
-        ("GPT2LMHeadModel", "head"),
-        ("Qwen3MoeModel", "embedding"),
-        ("Qwen3MoeAttention", "attention"),
-        ("Qwen3MoeTopKRouter", "router"),
-        ("OlmoeSparseMoeBlock", "experts"),
-        ("LayerNormMLP", "dense"),
-    ],
-)
-def test_a_models_name_in_that_of_a_module_says_nothing(module: str, kind: str) -> None:
-    assert module_scope(f"nn.Module: {module}_7") == Scope(kind)
+def test_a_models_name_in_that_of_a_module_says_nothing() -> None:
+    of_qwen = ("RMSNorm", "RotaryEmbedding", "ForCausalLM", "Model", "Attention", "TopKRouter")
+    kinds = ["norms", "embedding", "head", "embedding", "attention", "router"]
+    assert [module_scope(f"nn.Module: Qwen3Moe{name}_7") for name in of_qwen] == [Scope(kind) for kind in kinds]
+    others = {"GPT2LMHeadModel": "head", "OlmoeSparseMoeBlock": "experts", "LayerNormMLP": "dense"}
+    assert {name: module_scope(f"nn.Module: {name}_7") for name in others} == {n: Scope(k) for n, k in others.items()}
+
+
+@pytest.mark.parametrize("lag", [0, 200, 900])
+def test_gpus_that_lag_their_hosts_differently_do_not_make_each_other_wait(tmp_path: Path, lag: float) -> None:
+    """With a lag of 200 us every fourth gather of a rank is in the next step of its clock."""
+    folder = write_ranks(tmp_path, [lagging_steps(0, lag=0), lagging_steps(1, lag=lag)])
+    summary = take_apart(folder)
+    [row] = summary.transfers
+    assert (round(row.num_calls, 6), summary.steps) == (4, [1, 2, 3])
+    assert in_us([row.waiting_s, row.exposed_s]) == [0, 300]
+    assert row.bytes_per_s == pytest.approx(4 * 2000 / 300e-6)
+    assert not any("paired" in note for note in summary.notes)
+    late = write_ranks(tmp_path, [lagging_steps(0, lag=0), lagging_steps(1, lag=lag, late=20)])
+    [row] = take_apart(late).transfers
+    assert in_us([row.waiting_s, row.exposed_s]) == [20, 260]  # rank 0's: twice 20 a step, and the mean over ranks
+
+
+def test_groups_of_one_size_are_apart_where_their_links_are(tmp_path: Path) -> None:
+    """Four ranks on two nodes: the tp ranks are neighbours, the dp ranks are not."""
+    events = []
+    for rank in range(4):
+        tp, dp = [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2]
+        step = event("ProfilerStep#1", "user_annotation", 0, STEP_US)
+        given = [
+            comms("_allgather_base", given=1000, taken=2000, ranks=str(r), group=name)
+            for r, name in ((tp, f"tp {tp}"), (dp, f"dp {dp}"))
+        ]
+        name = "ncclDevKernel_AllGather_RING"
+        within = kernel(name, 1, 100, 200 - 10 * (rank % 2), stream=20, **given[0])
+        between = kernel(name, 2, 300, 500 - 10 * (rank // 2), stream=20, **given[1])
+        events.append([step, kernel("gemm", 9, 0, 10), within, between])
+    links = Links(within=300e9, between=25e9, ranks_per_node=2)
+    summary = take_apart(write_ranks(tmp_path, events), links=links)
+    slow, fast = summary.transfers
+    assert (fast.route.among, fast.link_bytes_per_s) == ("2 ranks", 300e9)
+    assert (slow.route.among, slow.link_bytes_per_s) == ("2 ranks between nodes", 25e9)
+    assert in_us([fast.waiting_s, fast.exposed_s, slow.waiting_s, slow.exposed_s]) == [5, 90, 5, 190]
+    points = [(p.num_calls, p.link_bytes_per_s, round(p.bytes_per_s / 1e6, 1)) for p in summary.points]
+    assert sorted(points, key=lambda point: point[2]) == [(4, 25e9, 10.5), (4, 300e9, 22.2)]
+    # The run says that all of its ranks were on one node, whatever such nodes usually have.
+    one_node = take_apart(write_ranks(tmp_path, events, gather_moe={"ranks_per_node": 4}), links=links)
+    assert [(row.route.among, row.link_bytes_per_s) for row in one_node.transfers] == [("2 ranks", 300e9)]
+
+
+def test_collectives_that_cannot_be_paired_make_nobody_wait_and_are_named(tmp_path: Path) -> None:
+    folder = write_gpu_traces(tmp_path)
+    extra = kernel("ncclDevKernel_ReduceScatter", 9, 980, 985, stream=20, **comms("reduce_scatter", given=8, taken=4))
+    nameless = comms("allreduce", given=8, taken=8, ranks="", group="")
+    alone = kernel("ncclDevKernel_AllReduce", 10, 985, 990, stream=20, **nameless | {"Group size": 4})
+    info = {"rank": 1, "world_size": 2}
+    write_trace(folder / "trace-1.json.gz", [*gpu_events(1), extra, alone], distributedInfo=info)
+    summary = take_apart(folder)
+    assert sum(row.waiting_s for row in summary.transfers if row.route.op == "reduce_scatter") == 0
+    [first, second] = [note for note in summary.notes if "counts as moving" in note]
+    assert first.startswith("no other trace has the all_reduce calls of rank 1, or it does not say so;")
+    assert "reduce_scatter calls of 1 group cannot be paired" in second
+    assert "(rank 0 1, rank 1 2); waiting in them counts as moving" in second
+    lacking = [e for e in gpu_events(1) if "ReduceScatter" not in e["name"]]
+    write_trace(folder / "trace-1.json.gz", lacking, distributedInfo=info)
+    assert any("(rank 1 0, rank 0 1)" in note for note in take_apart(folder).notes)
+
+
+@pytest.mark.parametrize("op", ["broadcast", "reduce", "send", "recv"])
+def test_whoever_leaves_a_broadcast_early_has_made_nobody_wait(tmp_path: Path, op: str) -> None:
+    given = comms(op, given=1000, taken=1000)
+    step = event("ProfilerStep#1", "user_annotation", 0, STEP_US)
+    calls = [kernel("ncclDevKernel_Any", 1, 100, end, stream=20, **given) for end in (110, 300)]
+    summary = take_apart(write_ranks(tmp_path, [[step, call] for call in calls]))
+    [row] = summary.transfers
+    assert (row.route.op, *in_us([row.waiting_s, row.exposed_s])) == (op, 0, 105)
+
+
+def test_ranks_of_several_nodes_are_held_against_the_link_between_them() -> None:
+    links = Links(within=300e9, between=25e9, ranks_per_node=4)
+    part = Part("experts", None, "forward")
+
+    def link(num_ranks: int | None, ranks: tuple[int, ...] | None) -> float | None:
+        transfer = Transfer(0, 1, "all_gather", part, num_ranks, ranks, "", 1.0)
+        return links.of(route_of(transfer, links=links, layout=None))
+
+    assert [link(4, (0, 1, 2, 3)), link(2, (3, 4))] == [300e9, 25e9]
+    assert [link(None, None), link(4, None), link(8, None)] == [300e9, 300e9, 25e9]
+
+
+def test_ranks_that_no_trace_says_are_counted_in_the_order_of_the_names(tmp_path: Path) -> None:
+    for number in range(1, 12):
+        write_trace(tmp_path / f"trace_{number}.json", [kernel("gemm", 1, 0, number)])
+    summary = take_apart(tmp_path)
+    assert in_us(summary.time[0].seconds) == list(range(1, 12))
+    assert "some traces do not say their rank: they are numbered in the order of their names" in summary.notes
+    assert not any("say their rank" in note for note in take_apart(write_gpu_traces(tmp_path / "named")).notes)
+
+
+def test_a_rank_is_known_by_the_trace_or_else_by_its_name(tmp_path: Path) -> None:
+    events = gpu_events(0)
+    said = write_trace(tmp_path / "rank-3.json", events, distributedInfo={"rank": 5})
+    named = write_trace(tmp_path / "x_rank12.json", events)
+    assert [read_trace(said).rank, read_trace(named).rank, read_trace(named, default_rank=4).rank] == [5, 12, 12]
+
+
+LAST = 60
+
+
+def some_intervals(random: random.Random, most: int) -> list[tuple[int, int]]:
+    starts = [random.randrange(LAST) for _ in range(random.randrange(most + 1))]
+    return [(start, min(LAST, start + random.randrange(12))) for start in starts]
+
+
+def test_the_account_of_a_step_is_that_of_its_units() -> None:
+    window = Window(1, 10, 50)
+    for seed in range(200):
+        generator = random.Random(seed)
+        part = Part("a", None, "forward")
+        works = [Work(s, e, part, "") for s, e in sorted(some_intervals(generator, 6))]
+        transfers = [
+            Transfer(s, e, "all_gather", part, 2, (0, 1), "", 1.0) for s, e in sorted(some_intervals(generator, 5))
+        ]
+        waits = [generator.randrange(6) for _ in transfers]
+        copies = [Copy(s, e, "") for s, e in some_intervals(generator, 3)]
+        account = account_for(window, works=works, transfers=transfers, waits_s=waits, copies=copies)
+
+        counted: Counter[str] = Counter()
+        for unit in range(10, 50):
+            at = [t for t in zip(transfers, waits, strict=True) if t[0].start_s <= unit < t[0].end_s]
+            moving = any(unit >= t.start_s + wait for t, wait in at)
+            if any(w.start_s <= unit < w.end_s for w in works):
+                counted["work"] += 1
+                counted["hidden"] += bool(at)
+            elif at:
+                counted["exposed" if moving else "waiting"] += 1
+            else:
+                counted["copies" if any(c.start_s <= unit < c.end_s for c in copies) else "idle"] += 1
+        sums = {name: sum(getattr(account, name).values()) for name in ("work", "hidden", "exposed", "waiting")}
+        assert sums | {"copies": account.copies, "idle": account.idle} == {
+            name: counted[name] for name in ("work", "hidden", "exposed", "waiting", "copies", "idle")
+        }
+        starts = [s.start_s for s in (*works, *transfers, *copies) if s.end_s > max(10, s.start_s)]
+        assert account.idle_before == min((max(start, 10) for start in starts if start < 50), default=50) - 10

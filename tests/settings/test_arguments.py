@@ -51,17 +51,11 @@ def test_overrides_are_pairs_or_json(text: str, value: dict[str, object]) -> Non
     assert _parse("--config_overrides", text).config_overrides == value
 
 
-@pytest.mark.parametrize("name", ["--ds_config", "--deepspeed", "--deepspeed_config"])
-def test_the_deepspeed_file_has_three_names(name: str, tmp_path: Path) -> None:
+def test_the_deepspeed_file_has_three_names_and_a_bare_deepspeed_flag_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "zero.json"
     file.write_text("{}")
-    assert _parse("--local_rank=1", name, str(file)).ds_config == str(file)
-
-
-def test_a_bare_deepspeed_flag_changes_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "zero.json"
-    file.write_text("{}")
-    assert _parse("--deepspeed", "--deepspeed_config", str(file)).ds_config == str(file)
+    for words in (["--ds_config"], ["--deepspeed"], ["--deepspeed_config"], ["--deepspeed", "--deepspeed_config"]):
+        assert _parse("--local_rank=1", *words, str(file)).ds_config == str(file)
     assert _parse("--deepspeed").ds_config is None
 
 
@@ -139,47 +133,27 @@ def test_faults_say_what_is_wrong(words: list[str], fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "fault"),
+    ("name", "content", "fault"),
     [
-        ("{", "is not valid JSON"),
-        ('{"seed": true}', "True is not a whole number"),
-        ('{"text_column_name": 5}', "5 is not a text; put it in quotes"),
-        ('{"report_to": [1]}', r"\[1\] is not a list of texts"),
-        ('{"config_overrides": 3}', "3 is neither key=value,key=value nor a JSON object"),
-        ('{"learning_rate": [1]}', r"\[1\] is not a number"),
-        ('{"deepspeed": {"bf16": {}}}', "--deepspeed in .* must be the path of a JSON file"),
+        ("args.json", b"{", "is not valid JSON"),
+        ("args.json", b'{"seed": true}', "True is not a whole number"),
+        ("args.json", b'{"text_column_name": 5}', "5 is not a text; put it in quotes"),
+        ("args.json", b'{"report_to": [1]}', r"\[1\] is not a list of texts"),
+        ("args.json", b'{"config_overrides": 3}', "3 is neither key=value,key=value nor a JSON object"),
+        ("args.json", b'{"learning_rate": [1]}', r"\[1\] is not a number"),
+        ("args.json", b'{"deepspeed": {"bf16": {}}}', "--deepspeed in .* must be the path of a JSON file"),
+        ("args.yaml", b"a: [", "is not valid YAML"),
+        ("args.yaml", b"- a", "must hold `flag: value` lines"),
+        ("args.yaml", b"\xff\xfe\xfa", "cannot be read"),
+        ("ds.json", b'{"arguments": []}', r'"arguments" in .* must be an object of flags and values, got \[\]'),
+        ("ds.json", b'{"arguments": {"deepspeed": "b"}}', 'in the "arguments" block of .* would name another such'),
     ],
 )
-def test_argument_files_are_read_strictly(content: str, fault: str, tmp_path: Path) -> None:
-    file = tmp_path / "args.json"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=fault):
-        _parse("--local_rank=0", str(file))
-
-
-@pytest.mark.parametrize(
-    ("content", "fault"),
-    [(b"a: [", "is not valid YAML"), (b"- a", "must hold `flag: value` lines"), (b"\xff\xfe\xfa", "cannot be read")],
-)
-def test_yaml_files_are_read_strictly(content: bytes, fault: str, tmp_path: Path) -> None:
-    file = tmp_path / "args.yaml"
+def test_files_are_read_strictly(name: str, content: bytes, fault: str, tmp_path: Path) -> None:
+    file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(ValueError, match=fault):
-        _parse("--local_rank=0", str(file))
-
-
-@pytest.mark.parametrize(
-    ("block", "fault"),
-    [
-        ("[]", r'"arguments" in .* must be an object of flags and values, got \[\]'),
-        ('{"deepspeed": "b.json"}', 'in the "arguments" block of .* would name another such file'),
-    ],
-)
-def test_the_arguments_block_is_read_strictly(block: str, fault: str, tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text(f'{{"arguments": {block}}}')
-    with pytest.raises(ValueError, match=fault):
-        _parse("--ds_config", str(file))
+        _parse("--ds_config" if name == "ds.json" else "--local_rank=0", str(file))
 
 
 def test_flags_that_exist_in_transformers_are_spelled_as_there() -> None:

@@ -1,5 +1,8 @@
-"""A folder that all ranks read is whole or absent, whoever builds it and however that ends."""
+"""A file or folder that others read is whole or absent, whoever writes it and however that ends."""
 
+import json
+import math
+import os
 import subprocess
 import sys
 import threading
@@ -8,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from recipe.shared.build_once import build_once, discard, once_per_file_system
 from recipe.shared.errors import RanksFailedError
+from recipe.shared.json_files import read_json_object, write_json
 from recipe.shared.ranks import OneRank, Ranks
 from tests.thread_ranks import on_threads
 
@@ -151,3 +157,36 @@ def test_a_discarded_folder_stays_readable_where_it_is_open(tmp_path: Path) -> N
         on_threads(3, lambda ranks: discard(tmp_path / "f", ranks=ranks))
         assert file.read() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["f.lock"]
+
+
+def test_a_file_is_replaced_whole_and_its_numbers_are_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    write_json(path, {"layout": (1, 2), "loss": math.inf, "rho": [math.nan, 1.0]})
+    assert read_json_object(path) == {"layout": [1, 2], "loss": None, "rho": [None, 1.0]}
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(path, {"layout": "new"})
+    assert json.loads(path.read_text())["layout"] == [1, 2]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b'{"seed": 1, "seed": 2}', 'the key "seed" is given twice: 1 and 2'),
+        (b"[1]", "holds a list; it must hold one JSON object"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe\xfa", "cannot be read: 'utf-8' codec"),
+        (None, r"does not exist \(looked from"),
+    ],
+)
+def test_a_file_is_read_strictly(content: bytes | None, fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "args.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"args\.json:? {fault}"):
+        read_json_object(path)

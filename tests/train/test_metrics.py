@@ -1,16 +1,25 @@
-"""What a logged number means: each token once, each group once, each MoE layer once."""
+"""What a logged number means, and what a run says and leaves: each token once, one number in all places, no doubles."""
 
+import importlib.util
+import json
 import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from modeling.auxiliary import TokenSums
+from recipe.settings.arguments import parse_arguments
+from recipe.settings.presets import PRESETS
+from recipe.train.log import MetricsWriter, ProgressBar, describe_evaluation, describe_step
 from recipe.train.metrics import (
+    EvalRecord,
     StepMeter,
     StepRecord,
     StepState,
@@ -23,7 +32,10 @@ from recipe.train.metrics import (
     moe_layer_mean,
     read_peak_memory_bytes,
 )
+from recipe.train.prepare import request_faults
+from tests.ranks import run_ranks
 from tests.resolving import TINY
+from tests.training import Flags, read_metrics, train_on_ranks, write_inputs
 
 NONE = torch.zeros(0)
 
@@ -197,3 +209,154 @@ def test_peak_memory_is_at_least_what_is_held_now() -> None:
 def test_peak_memory_on_a_gpu_is_what_torch_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 123)
     assert read_peak_memory_bytes("cuda") == 123
+
+
+def _record_of(step: int, **changes: object) -> StepRecord:
+    values: dict[str, object] = {"step": step, "loss": 5.0, "aux_loss": 1.0, "z_loss": 0.5, "grad_norm": 2.0, "lr": 0.1}
+    values |= {"tokens": step * 10, "tokens_per_s": 1234.0, "model_flops_per_s": 1e9, "mfu": 0.25, "rho": (1.5, 1.25)}
+    values |= {"dead_experts": (0, 3), "router_entropy": (1.75, 0.5), "skipped_steps": 0}
+    values |= {"peak_memory_bytes": 3 * 2**30, "dropped": None, "rank_rho": None, "rank_rho_bound": None}
+    return StepRecord(**(values | changes))  # type: ignore[arg-type]
+
+
+def _lines(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _write(folder: Path, records: list[StepRecord | EvalRecord], *, after_step: int | None = None) -> list[str]:
+    said: list[str] = []
+    with MetricsWriter(folder, after_step=after_step, tensorboard=False, say=said.append) as writer:
+        for record in records:
+            writer.write(record)
+    return said
+
+
+def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, after_step=None, tensorboard=False, say=print) as writer:
+        writer.write(_record_of(1))
+        writer.write(EvalRecord(step=1, eval_loss=2.0, perplexity=math.exp(2.0)))
+        assert _lines(tmp_path)[1] == {"step": 1, "eval_loss": 2.0, "perplexity": math.exp(2.0)}
+
+
+@pytest.mark.requirement("R-LOG-01")
+def test_console_file_and_tracker_show_the_same_number(tmp_path: Path) -> None:
+    record = _record_of(1, loss=5.0)
+    with MetricsWriter(tmp_path, after_step=None, tensorboard=True, say=print) as writer:
+        writer.write(record)
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert describe_step(record) == (
+        "loss 5.0000, 1,234 tokens/s, 3.00 GiB, rho 1.50, 3 dead experts, router entropy 0.50"
+    )
+    assert _lines(tmp_path)[0]["loss"] == 5.0
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 5.0)]
+    assert board.Scalars("rho/moe_layer_1")[0].value == 1.25
+    assert board.Scalars("dead_experts/moe_layer_1")[0].value == 3
+    assert board.Scalars("router_entropy/moe_layer_0")[0].value == 1.75
+    assert describe_step(_record_of(1, rho=None)) == "loss 5.0000, 1,234 tokens/s, 3.00 GiB"
+
+
+@pytest.mark.requirement("R-LOG-02")
+def test_a_resumed_run_goes_on_from_the_step_it_resumes_and_a_fresh_one_anew(tmp_path: Path) -> None:
+    """Tokens are counted on; what is run again is dropped, and a line that was cut short."""
+    _write(tmp_path, [_record_of(step) for step in (1, 2, 3, 4)])
+    said = _write(tmp_path, [_record_of(3, loss=1.0)], after_step=2)
+    lines = [(line["step"], line["loss"], line["tokens"]) for line in _lines(tmp_path)]
+    assert lines == [(1, 5.0, 10), (2, 5.0, 20), (3, 1.0, 30)]
+    assert said == [f"{tmp_path}/metrics.jsonl: dropped 2 lines logged after step 2, which are run again"]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    _write(tmp_path, [_record_of(4)], after_step=3)
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 4]
+    _write(tmp_path, [_record_of(1)])
+    assert [line["step"] for line in _lines(tmp_path)] == [1]
+
+
+def test_a_file_that_is_not_ours_stops_the_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nhello\n{"step": 2}\n')
+    fault = r"metrics\.jsonl line 2 is not a record of a run: 'hello'; move the file away"
+    with pytest.raises(ValueError, match=fault):
+        _write(tmp_path, [], after_step=1)
+
+
+def test_tensorboard_that_is_not_installed_is_found_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = parse_arguments(["--config_name=demo", "--output_dir=run", "--report_to=tensorboard"])
+    assert request_faults(arguments, PRESETS["demo"]) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    [fault] = request_faults(arguments, PRESETS["demo"])
+    assert fault == "--report_to tensorboard needs the tensorboard package: pip install 'gather-moe[tensorboard]'"
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    _write(tmp_path, [_record_of(1, loss=math.nan, rho=(math.inf, 1.0))])
+    assert (_lines(tmp_path)[0]["loss"], _lines(tmp_path)[0]["rho"]) == (None, [None, 1.0])
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_the_bar_shows_step_loss_speed_and_memory_and_is_silent_on_other_ranks(
+    show: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = ProgressBar(10, first_step=4, show=show)
+    bar.advance()
+    bar.show(_record_of(5))
+    bar.say("step 5: saved")
+    bar.close()
+    shown = capsys.readouterr()
+    if show:
+        assert "5/10" in shown.err
+        assert "loss 5.0000, 1,234 tokens/s, 3.00 GiB" in shown.err
+        assert shown.out == "step 5: saved\n"
+    else:
+        assert shown == ("", "")
+
+
+def test_an_evaluation_in_words() -> None:
+    assert describe_evaluation(EvalRecord(step=7, eval_loss=2.0, perplexity=7.389)) == (
+        "step 7: eval loss 2.0000, perplexity 7.39"
+    )
+    assert describe_evaluation(EvalRecord(step=7, eval_loss=None, perplexity=None)) == "step 7: nothing to evaluate"
+    assert describe_step(_record_of(1, loss=None)).startswith("loss none")
+
+
+def train_without_targets(rank: int, world_size: int, flags: Flags) -> tuple[Any, list[str]]:
+    """As if the data had masked every label."""
+    from recipe.data.packing import Block, PackedBlocks
+
+    read = PackedBlocks.__getitem__
+
+    def read_masked(blocks: PackedBlocks, index: int) -> Block:
+        block = read(blocks, index)
+        block.labels[:] = -100
+        return block
+
+    with patch.object(PackedBlocks, "__getitem__", read_masked):
+        return train_on_ranks(rank, world_size, flags)
+
+
+@pytest.mark.requirement("R-LOSS-03")
+def test_an_empty_step_is_counted_as_one_and_changes_nothing_but_weight_decay(tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path) | {"max_steps": 2, "router_aux_loss_coef": 0.1}
+    results, said = run_ranks(train_without_targets, 2, flags)[0]
+    lines = read_metrics(tmp_path / "run")
+    assert [lines[step]["loss"] for step in (1, 2)] == [None, None]
+    assert [lines[step]["grad_norm"] for step in (1, 2)] == [0.0, 0.0]
+    assert results["evaluation"]["eval_loss"] is None
+    assert [line for line in said if "an empty step" in line] == [
+        f"step {step}: an empty step, no token of its batch has a target" for step in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(("step", "said"), [(7, "final eval loss 2.5000"), (5, "at step 5 eval loss 2.5000")])
+def test_only_an_evaluation_of_the_last_step_is_called_final(
+    step: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipe.train.loop import TrainResults
+    from recipe.train.metrics import EvalRecord
+    from run_pretrain import report
+
+    evaluation = EvalRecord(step=step, eval_loss=2.5, perplexity=12.2)
+    results = TrainResults(7, 700, None, evaluation, checkpoint=None, hf_folder=None, stopped=True)
+    run: Any = SimpleNamespace(
+        folder=SimpleNamespace(path=tmp_path), data=SimpleNamespace(report={"unigram_entropy_nats": 3.0})
+    )
+    report(results, SimpleNamespace(run=run))  # type: ignore[arg-type]
+    assert capsys.readouterr().out.startswith(said)

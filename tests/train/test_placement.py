@@ -22,14 +22,8 @@ from recipe.hf.export import FOLDER
 from recipe.shared.errors import CheckpointBrokenError
 from recipe.train.expert_placement import HF_NAME, find_source, place_all, write_placed
 from recipe.train.placement import place_experts
-from tests.referee import full_state, mixed_config, referee_model, tiny_config
-
-CONFIGS: dict[str, Any] = {
-    "mixtral": lambda: tiny_config(qk_norm="none"),
-    "qwen3_moe": lambda: mixed_config(qk_norm="head"),
-    "olmoe": lambda: tiny_config(qk_norm="full", norm_topk_prob=False),
-    "gather_moe": lambda: mixed_config(qk_norm="none"),
-}
+from tests.exports import CONFIGS
+from tests.referee import full_state, referee_model
 
 
 def zipf(num_experts: int, *, seed: int, skew: float = 1.0) -> list[float]:
@@ -128,6 +122,13 @@ def saved_model(folder: Path, kind: str) -> Any:
     model = referee_model(CONFIGS[kind](), full_state(CONFIGS[kind]())).eval()
     model.save_pretrained(folder)
     return model
+
+
+def counted_model(folder: Path, *, counts: list[list[float]] | None = None) -> Any:
+    """What is to be placed: a Mixtral of four experts a layer, and counts of its own unless others are given."""
+    saved_model(folder / "hf", "mixtral")
+    write_expert_counts(folder, counts or counts_for(CONFIGS["mixtral"]()), first_step=1, last_step=9)
+    return find_source(folder / "hf", counts_file=folder / COUNTS_NAME, num_ranks=2)
 
 
 def split_files(folder: Path) -> None:
@@ -233,10 +234,6 @@ def spoil_details(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(content | {"details": {}}))
 
 
-def remove_folder(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint / HF_NAME)
-
-
 def remove_counts(checkpoint: Path) -> None:
     content = json.loads((checkpoint / "manifest.json").read_text())
     del content["files"][COUNTS_NAME]
@@ -249,7 +246,11 @@ def remove_counts(checkpoint: Path) -> None:
     [
         (spoil_weights, CheckpointBrokenError.exit_code, r"model.safetensors: its content has changed"),
         (spoil_details, CheckpointBrokenError.exit_code, r"manifest.json: its details have no ep"),
-        (remove_folder, 2, r"step-20 has no hf/ folder with weights; save one with --hf_save last or every"),
+        (
+            lambda checkpoint: shutil.rmtree(checkpoint / HF_NAME),
+            2,
+            r"step-20 has no hf/ folder with weights; save one with --hf_save last or every",
+        ),
         (remove_counts, 2, r"expert_counts.json does not exist, so nothing is known of the experts' loads"),
     ],
 )
@@ -284,59 +285,41 @@ def rewrite(folder: Path, change: Any) -> None:
     save_file(change(load_file(file)), file)
 
 
-def drop_expert(folder: Path) -> None:
-    rewrite(folder, lambda tensors: {n: t for n, t in tensors.items() if ".experts.3.w2" not in n})
-
-
-def drop_router(folder: Path) -> None:
-    rewrite(folder, lambda tensors: {n: t for n, t in tensors.items() if "layers.1.block_sparse_moe.gate" not in n})
-
-
-def drop_layer(folder: Path) -> None:
-    rewrite(folder, lambda tensors: {n: t for n, t in tensors.items() if "layers.0.block_sparse_moe" not in n})
+def without(part: str) -> Any:
+    return lambda folder: rewrite(folder, lambda tensors: {n: t for n, t in tensors.items() if part not in n})
 
 
 def stack_experts(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors | {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 2, 2)})
 
 
-def remove_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (rename_type, r"hf is of model_type='llama'; known are \['gather_moe', 'mixtral', 'qwen3_moe', 'olmoe'\]"),
-        (drop_expert, r"layer 0 in .*hf has 4 experts, of which some lack a matrix"),
-        (drop_router, r"layer 1 in .*hf has 4 experts, .* or the router is missing"),
-        (drop_layer, r"hf has 1 layers with experts, the counts are of 2"),
+        (without(".experts.3.w2"), r"layer 0 in .*hf has 4 experts, of which some lack a matrix"),
+        (without("layers.1.block_sparse_moe.gate"), r"layer 1 in .*hf has 4 experts, .* or the router is missing"),
+        (without("layers.0.block_sparse_moe"), r"hf has 1 layers with experts, the counts are of 2"),
         (stack_experts, r"hf holds .*gate_up_proj; expected one tensor per matrix of an expert"),
-        (remove_weights, r"hf holds no safetensors to place"),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"hf holds no safetensors to place"),
     ],
 )
 def test_weights_that_are_not_what_was_counted_are_refused(spoil: Any, message: str, tmp_path: Path) -> None:
-    saved_model(tmp_path / "hf", "mixtral")
-    write_expert_counts(tmp_path, counts_for(CONFIGS["mixtral"]()), first_step=1, last_step=9)
+    source = counted_model(tmp_path)
     spoil(tmp_path / "hf")
-    source = find_source(tmp_path / "hf", counts_file=tmp_path / COUNTS_NAME, num_ranks=2)
     with pytest.raises(ValueError, match=message):
         write_placed(source, place_all(source), out=tmp_path / "placed")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [COUNTS_NAME, "hf"]
 
 
 def test_counts_of_another_number_of_experts_are_refused(tmp_path: Path) -> None:
-    saved_model(tmp_path / "hf", "mixtral")
-    write_expert_counts(tmp_path, [zipf(8, seed=0), zipf(8, seed=1)], first_step=1, last_step=9)
-    source = find_source(tmp_path / "hf", counts_file=tmp_path / COUNTS_NAME, num_ranks=2)
+    source = counted_model(tmp_path, counts=[zipf(8, seed=0), zipf(8, seed=1)])
     with pytest.raises(ValueError, match=r"layer 0 in .* has 4 experts, .* or the counts are of another number, 8"):
         write_placed(source, place_all(source), out=tmp_path / "placed")
 
 
 def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved_model(tmp_path / "hf", "mixtral")
-    write_expert_counts(tmp_path, counts_for(CONFIGS["mixtral"]()), first_step=1, last_step=9)
-    source = find_source(tmp_path / "hf", counts_file=tmp_path / COUNTS_NAME, num_ranks=2)
+    source = counted_model(tmp_path)
     with pytest.raises(ValueError, match=r"--out .*hf exists already; name a folder that does not"):
         write_placed(source, place_all(source), out=tmp_path / "hf")
 
