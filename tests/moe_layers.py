@@ -117,10 +117,7 @@ def make_layer(
 ) -> Layer:
     """This rank's part for expert ids [T, A] and weights [T, A]; tokens are those of `whole_numbers`, or zeros."""
     config = tiny_config(
-        hidden_size=HIDDEN,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=ids.shape[1],
-        moe_intermediate_size=WIDTH,
+        hidden_size=HIDDEN, num_experts=NUM_EXPERTS, num_experts_per_tok=ids.shape[1], moe_intermediate_size=WIDTH
     )
     block = GatherMoeSparseBlock(config, mesh=mesh, execution=execution)
     block.experts.to(dtype)
@@ -144,6 +141,14 @@ def join_answer(by_rank: list[Any], layout: ParallelLayout) -> Answer:
         shards = [table_of(layout).shard(PREFIX + name, shape, group_rank=rank) for rank in range(layout.tp)]
         whole.append(join([(answer[i], shard) for answer, shard in zip(by_rank, shards, strict=True)]))
     return Answer(*rows, *whole)
+
+
+def relative_errors(got: Answer, want: Answer) -> dict[str, float]:
+    """By tensor, relative to its largest number."""
+    return {
+        name: (tensor.double() - exact).abs().max().item() / max(exact.abs().max().item(), 1.0)
+        for (name, tensor), exact in zip(got._asdict().items(), want, strict=True)
+    }
 
 
 def zipf_routing(

@@ -174,6 +174,16 @@ def referee_model(
     return model.train()
 
 
+def our_model(config: GatherMoeConfig, *, execution: Execution | None = None) -> Any:
+    """Build our model with the weights of `full_state`, for one process."""
+    return referee_model(config, full_state(config), own=True, execution=execution)
+
+
+def gradients_of(model: torch.nn.Module) -> Tensors:
+    """Copy the gradients of all parameters that have one."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def referee_run(
     config: GatherMoeConfig,
     state: Tensors,
@@ -200,7 +210,7 @@ def referee_run(
         if config.router_aux_loss_coef or config.router_z_loss_coef:
             total = loss + config.router_aux_loss_coef * balance + config.router_z_loss_coef * z
         total.backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = gradients or gradients_of(model)
         bound = training.max_grad_norm or float("inf")
         curves.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item())
         optimizer.step()

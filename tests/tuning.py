@@ -60,8 +60,8 @@ def trainer(model: Any, arguments: Any, *, batch: Batch | None = None) -> Any:
     return Trainer(model=model, args=arguments, train_dataset=rows)
 
 
-def train_in_trainer(model: Any, batch: Batch, *, folder: Path, accumulation: int = 1, **options: Any) -> None:
-    """Take one optimizer step of Trainer on the whole batch, in this process."""
+def train_in_trainer(model: Any, batch: Batch, *, folder: Path, accumulation: int = 1, **options: Any) -> float:
+    """Take one optimizer step of Trainer on the whole batch, in this process; return the loss that it logs."""
     values: dict[str, Any] = {
         "max_steps": 1,
         "lr_scheduler_type": "constant",
@@ -70,7 +70,9 @@ def train_in_trainer(model: Any, batch: Batch, *, folder: Path, accumulation: in
         "adam_epsilon": 1e-8,
     }
     arguments = training_arguments(folder, **values | options)
-    trainer(model, arguments, batch=batch).train()
+    run = trainer(model, arguments, batch=batch)
+    run.train()
+    return run.state.log_history[0]["loss"]
 
 
 def plain_settings(stage: int, *, num_sequences: int) -> dict[str, Any]:

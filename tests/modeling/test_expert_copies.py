@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling.copies import ExpertsWithCopies, HeldCopies, choose_copies, copy_traffic
+from modeling.copies import ExpertsWithCopies, choose_copies, copy_traffic
 from modeling.execution import Execution
 from modeling.experts import GatherMoeExperts
 from modeling.experts_loop import LoopExperts
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh, one_rank_mesh
 from modeling.moe import GatherMoeSparseBlock
-from tests.engine_runs import slow
+from tests.engine_runs import mesh_without_groups, slow
 from tests.moe_layers import (
     NUM_EXPERTS,
     ROUTINGS,
@@ -26,28 +26,20 @@ from tests.moe_layers import (
     join_answer,
     make_layer,
     reference,
-    rho,
+    relative_errors,
     whole_numbers,
-    zipf_routing,
 )
 from tests.ranks import run_ranks
 from tests.referee import tiny_config
 from tests.static_shapes import static_shapes
 
+LOOP, GROUPED = ({"resident_experts": 1, "experts_backend": backend} for backend in ("loop", "grouped"))
 
-def copied_layer(
-    mesh: ParallelMesh,
-    ids: Tensor,
-    weights: Tensor,
-    *,
-    num_copies: int,
-    backend: str,
-    dtype: torch.dtype = torch.float32,
-) -> Layer:
+
+def copied_layer(mesh: ParallelMesh, ids: Tensor, weights: Tensor, dtype: torch.dtype, **options: Any) -> Layer:
     """A layer in two overlapping chunks, which holds the copies that its routing asks for."""
-    execution = Execution(
-        experts_backend=backend, overlap=True, overlap_chunks=2, regather=True, resident_experts=num_copies
-    )
+    execution = Execution(overlap=True, overlap_chunks=2, regather=True, **options)
+    num_copies = execution.resident_experts
     layer = make_layer(mesh, ids, weights, execution=execution, dtype=dtype)
     if num_copies:
         fill(layer, hottest(ids, num_ranks=mesh.layout.ep, num_copies=num_copies))
@@ -70,21 +62,14 @@ def mesh_of(world_size: int, ep: int) -> ParallelMesh:
 
 
 def all_answers(
-    rank: int, world_size: int, ep: int, num_copies: int, backend: str, dtype: torch.dtype, lose_the_way_home: bool
+    rank: int, world_size: int, ep: int, num_copies: int, backend: str, dtype: torch.dtype
 ) -> dict[Any, Any]:
     """This rank's outputs and gradients of every case, and how many rows its copies took."""
-    mesh = mesh_of(world_size, ep)
-    answers = {}
-    add_home = HeldCopies.add_home
-    if lose_the_way_home:
-        HeldCopies.add_home = lambda *_, **__: None  # type: ignore[method-assign]
-    try:
-        for num_active, kind in itertools.product((1, 2, 3, 8), ROUTINGS):
-            ids, weights = choose(kind, num_active)
-            layer = copied_layer(mesh, ids, weights, num_copies=num_copies, backend=backend, dtype=dtype)
-            answers[num_active, kind] = (layer.run(), rows_of_copies(layer, ids))
-    finally:
-        HeldCopies.add_home = add_home  # type: ignore[method-assign]
+    mesh, answers = mesh_of(world_size, ep), {}
+    for num_active, kind in itertools.product((1, 2, 3, 8), ROUTINGS):
+        ids, weights = choose(kind, num_active)
+        layer = copied_layer(mesh, ids, weights, dtype, resident_experts=num_copies, experts_backend=backend)
+        answers[num_active, kind] = (layer.run(), rows_of_copies(layer, ids))
     return answers
 
 
@@ -96,49 +81,20 @@ def rows_of_copies(layer: Layer, ids: Tensor) -> int:
     return int(((slots >= num_local) & (slots < num_local + num_copies)).sum())
 
 
-def largest_errors(by_rank: list[Any], layout: ParallelLayout) -> dict[Any, dict[str, float]]:
-    """By case and tensor, relative to the largest number."""
-    errors: dict[Any, dict[str, float]] = {}
-    for case in by_rank[0]:
-        want = reference(*case, torch.float64)._asdict()
-        got = join_answer([answers[case][0] for answers in by_rank], layout)._asdict()
-        errors[case] = {
-            name: (got[name].double() - want[name]).abs().max().item() / max(want[name].abs().max().item(), 1.0)
-            for name in want
-        }
-    return errors
-
-
+@pytest.mark.parametrize(("world_size", "ep", "num_copies"), [(2, 2, 1), (2, 2, 3), slow(4, 4, 1), slow(4, 2, 2)])
 @pytest.mark.parametrize(
-    ("world_size", "ep", "num_copies"),
-    [
-        (2, 2, 1),
-        (2, 2, 3),
-        pytest.param(4, 4, 1, marks=pytest.mark.slow),
-        pytest.param(4, 2, 2, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    ("backend", "dtype", "tolerance"),
-    [slow("loop", torch.float64, 1e-12), ("loop", torch.float32, 1e-5), ("grouped", torch.float32, 1e-5)],
-    ids=["loop-float64", "loop-float32", "grouped-float32"],
+    ("backend", "dtype", "tolerance"), [("loop", torch.float64, 1e-12), ("grouped", torch.float32, 1e-5)], ids=str
 )
 def test_layers_with_copies_equal_one_rank(
     world_size: int, ep: int, num_copies: int, backend: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    by_rank = run_ranks(all_answers, world_size, ep, num_copies, backend, dtype, False)
-    for case, errors in largest_errors(by_rank, ParallelLayout(tp=world_size, ep=ep)).items():
+    by_rank = run_ranks(all_answers, world_size, ep, num_copies, backend, dtype)
+    for case in by_rank[0]:
+        got = join_answer([answers[case][0] for answers in by_rank], ParallelLayout(tp=world_size, ep=ep))
+        errors = relative_errors(got, reference(*case, torch.float64))
         assert max(errors.values()) <= tolerance, (case, errors)
     for case in ((1, "all to one"), (2, "last rank idle"), (3, "padding")):
         assert sum(answers[case][1] for answers in by_rank) > 0, (case, "no row moved")
-
-
-def test_without_the_way_home_the_owners_gradient_is_wrong() -> None:
-    by_rank = run_ranks(all_answers, 2, 2, 1, "loop", torch.float32, True)
-    errors = largest_errors(by_rank, ParallelLayout(tp=2, ep=2))[1, "all to one"]
-    assert errors["gate_up"] > 0.1
-    assert errors["down"] > 0.1
-    assert max(errors[name] for name in ("out", "x", "weights")) < 1e-5
 
 
 def pass_of(layer: Layer) -> LoopExperts:
@@ -150,36 +106,17 @@ def pass_of(layer: Layer) -> LoopExperts:
         passes.append(start_pass(*args))
         return passes[-1]
 
-    layer.block.experts.start_pass = recording  # type: ignore[method-assign]
+    layer.block.experts.start_pass = recording
     with torch.no_grad():
         layer.block(layer.x_tD)
     [one] = passes
     return one
 
 
-def rows_of_routings(rank: int, world_size: int, num_copies: int) -> list[int]:
-    """Rows that this rank's products have in a forward of the layer, for each of 20 routings."""
-    mesh, rows = mesh_of(world_size, 4), []
-    for seed in range(20):
-        ids = zipf_routing(seed)
-        layer = copied_layer(mesh, ids, torch.ones(ids.shape), num_copies=num_copies, backend="loop")
-        rows.append(pass_of(layer).rows.token_R.shape[0])
-    return rows
-
-
-@pytest.mark.slow
-def test_the_ranks_rows_are_even_with_a_copy_each() -> None:
-    """As tests/modeling/test_resident.py has it of shares on paper, for rows in the layer."""
-    even, uneven = ([max(rows) for rows in zip(*run_ranks(rows_of_routings, 4, c), strict=True)] for c in (1, 0))
-    counts = [count(zipf_routing(seed), NUM_EXPERTS) for seed in range(20)]
-    assert max(rho(busiest, counts[seed], 4) for seed, busiest in enumerate(even)) <= 1.05
-    assert sum(rho(busiest, counts[seed], 4) for seed, busiest in enumerate(uneven)) / 20 > 1.55
-
-
 def share_of_rows_in_chunks(rank: int, world_size: int) -> list[float]:
     """For each of two chunks, the part of all its pairs that this rank computes."""
     ids = torch.zeros(64, 1, dtype=torch.int64)
-    layer = copied_layer(mesh_of(world_size, 2), ids, torch.ones(64, 1), num_copies=1, backend="loop")
+    layer = copied_layer(mesh_of(world_size, 2), ids, torch.ones(64, 1), torch.float32, **LOOP)
     rows = pass_of(layer).rows
     by_chunk = [[rows.rows_in_chunk(slot, k) for slot in range(len(rows.ends))] for k in range(2)]
     return [sum(here.stop - here.start for here in chunk) / 32 for chunk in by_chunk]
@@ -195,7 +132,6 @@ def gradients_in_bfloat16(rank: int, world_size: int) -> Tensor:
     execution = Execution(resident_experts=2)
     experts = ExpertsWithCopies(config, mesh=mesh_of(world_size, 2), execution=execution).bfloat16()
     experts.fill([[0, 1], [0, 0]])
-    assert experts.held is not None
     own = [torch.full_like(weight, 256.0) for weight in experts.parameters()]
     experts.held.add_home(own, of_copies=[torch.ones_like(weight) for weight in own])
     return own[1][:, 0, 0]
@@ -207,10 +143,9 @@ def test_gradients_that_come_home_are_added_in_float32() -> None:
 
 def life_of_slots(rank: int, world_size: int) -> dict[str, Any]:
     ids, weights = choose("all to one", 2)
-    layer = copied_layer(mesh_of(world_size, 2), ids, weights, num_copies=1, backend="grouped")
+    layer = copied_layer(mesh_of(world_size, 2), ids, weights, torch.float32, **GROUPED)
     hot = hottest(ids, num_ranks=2, num_copies=1)
     experts = fill(layer, hot)
-    assert experts.held is not None
     place, first = experts.held.weights[0].data_ptr(), experts.held.weights[0].clone()
     with torch.no_grad():
         experts.gate_up_proj += 1.0
@@ -247,7 +182,7 @@ def collectives_of_a_layer(rank: int, world_size: int, recompute: bool) -> tuple
     from torch.utils.checkpoint import checkpoint
 
     ids, weights = choose("all to one", 2)
-    layer = copied_layer(mesh_of(world_size, 2), ids, weights, num_copies=1, backend="grouped")
+    layer = copied_layer(mesh_of(world_size, 2), ids, weights, torch.float32, **GROUPED)
     num_exchanges = 0
     exchange = dist.all_to_all_single
 
@@ -281,8 +216,7 @@ def test_a_micro_batch_sends_gradients_home_and_nothing_else_recomputed_or_not()
 def test_weights_travel_between_ranks_with_the_same_slice() -> None:
     """Two shares of four experts on four ranks: share 0 lends expert 1 twice, share 1 lends expert 3 (its second)."""
     layout, copies = ParallelLayout(tp=4, ep=2), [[3, 0], [1, 1]]
-    meshes = [ParallelMesh(layout=layout, rank=r, tp_group=None, dp_group=None, kv_group=None) for r in range(4)]
-    by_rank = [copy_traffic(copies, num_local=2, mesh=mesh) for mesh in meshes]
+    by_rank = [copy_traffic(copies, num_local=2, mesh=mesh_without_groups(layout, rank)) for rank in range(4)]
     assert [t.lent for t in by_rank] == [[1, 1], [1, 1], [1], [1]]
     assert [t.filled for t in by_rank] == [[0], [0], [0, 1], [0, 1]]
     assert [t.splits.send for t in by_rank] == [[0, 0, 2, 0], [0, 0, 0, 2], [1, 0, 0, 0], [0, 1, 0, 0]]
@@ -310,11 +244,10 @@ def test_weights_travel_between_ranks_with_the_same_slice() -> None:
 def test_copies_that_a_layout_cannot_have_are_refused(
     layout: ParallelLayout, options: dict[str, Any], message: str
 ) -> None:
-    mesh = ParallelMesh(layout=layout, rank=0, tp_group=None, dp_group=None, kv_group=None)
     values = {"resident_experts": 1} | options
     config = tiny_config(num_experts=values.pop("num_experts", 8))
     with pytest.raises(ValueError, match=message):
-        ExpertsWithCopies(config, mesh=mesh, execution=Execution(**values))
+        ExpertsWithCopies(config, mesh=mesh_without_groups(layout), execution=Execution(**values))
 
 
 def test_a_model_on_one_process_makes_no_copies() -> None:

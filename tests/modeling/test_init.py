@@ -31,8 +31,15 @@ def shards_of(config: GatherMoeConfig, tp_ep: tuple[int, int], *, seed: int = 12
     return by_rank
 
 
-@pytest.mark.parametrize("tp_ep", [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"vocab_size": 51, "tie_word_embeddings": True}, {"qk_norm": "full"}], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "tp_ep"),
+    [
+        *(({}, tp_ep) for tp_ep in ((2, 1), (4, 2))),
+        *(({"vocab_size": 51, "tie_word_embeddings": True}, tp_ep) for tp_ep in ((2, 2), (4, 1), (4, 4))),
+        *(({"qk_norm": "full"}, tp_ep) for tp_ep in ((2, 1), (4, 2))),
+    ],
+    ids=str,
+)
 def test_every_layout_draws_the_same_weights(changes: dict[str, Any], tp_ep: tuple[int, int]) -> None:
     config = mixed_config(**changes) if "qk_norm" not in changes else tiny_config(**changes)
     [whole] = shards_of(config, (1, 1))
@@ -46,19 +53,6 @@ def test_every_layout_draws_the_same_weights(changes: dict[str, Any], tp_ep: tup
         assert torch.equal(join(list(zip(parts, shards, strict=True))), tensor), name
         # Padding holds no numbers, and replicas are bitwise alike.
         assert sum(int((p != 0).sum()) for p in parts) == int((tensor != 0).sum()) * shards[0].num_replicas, name
-
-
-def test_dp_ranks_draw_the_same_weights() -> None:
-    layout = ParallelLayout(dp=3, tp=1, ep=1)
-    first, last = (
-        build_model(
-            tiny_config(),
-            mesh=ParallelMesh(layout=layout, rank=rank, tp_group=None, dp_group=None, kv_group=None),
-            seed=7,
-        ).state_dict()
-        for rank in (0, 2)
-    )
-    assert all(torch.equal(first[name], last[name]) for name in first)
 
 
 def test_norms_are_one_and_no_matrix_is_another() -> None:

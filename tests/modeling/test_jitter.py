@@ -10,10 +10,9 @@ from modeling.config import GatherMoeConfig
 from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
-from modeling.model import GatherMoeForCausalLM
 from modeling.noise import NoiseOrigin, jitter, token_counters
 from modeling.router import GatherMoeRouter
-from tests.engine_runs import Case, micro_batches, model_with, slow, start_engine, train
+from tests.engine_runs import Case, slow, train
 from tests.ranks import RankError, run_ranks
 from tests.referee import (
     Batch,
@@ -21,8 +20,11 @@ from tests.referee import (
     Training,
     assert_all_match,
     full_state,
+    gradients_of,
     mixed_config,
+    our_model,
     random_batch,
+    referee_model,
     tiny_config,
 )
 from tests.static_shapes import static_shapes
@@ -79,7 +81,6 @@ def test_noise_keeps_the_type_and_shows_the_host_nothing(dtype: torch.dtype) -> 
         counters = token_counters(torch.arange(6), origin=ORIGIN, layer_idx=2)
         out = jitter(x, counters, width=WIDTH)
         out.sum().backward()
-    assert x.grad is not None
     assert out.dtype == dtype
     torch.testing.assert_close(x.grad.double(), factors(tokens=6, layer_idx=2), atol=1e-7, rtol=0)
 
@@ -103,7 +104,7 @@ def loss_and_gradients(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor,
     model.zero_grad()
     loss = model(ids, labels=ids, **options).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    return loss.detach(), gradients_of(model)
 
 
 def zero_routers(model: Any) -> None:
@@ -112,14 +113,14 @@ def zero_routers(model: Any) -> None:
             module.weight.data.zero_()
 
 
-@pytest.mark.parametrize("ties", [False, True], ids=["routed", "exact ties"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("options", [{}, {"noise": ORIGIN}], ids=["drawn", "given"])
+@pytest.mark.parametrize(
+    ("options", "reentrant", "ties"),
+    [({}, False, False), ({}, True, True), ({"noise": ORIGIN}, False, True), ({"noise": ORIGIN}, True, False)],
+)
 @pytest.mark.requirement("R-GRAPH-03")
 def test_recomputation_meets_the_same_jitter(options: Any, reentrant: bool, ties: bool) -> None:
     ids = torch.arange(48).view(3, 16)
-    config = noisy_config()
-    model = model_with(config, full_state(config), one_rank_mesh())
+    model = our_model(noisy_config())
     if ties:
         zero_routers(model)
     torch.manual_seed(3)
@@ -128,8 +129,7 @@ def test_recomputation_meets_the_same_jitter(options: Any, reentrant: bool, ties
     torch.manual_seed(3)
     loss, got = loss_and_gradients(model, ids, **options)
     assert torch.equal(loss, want_loss)
-    for name, gradient in want.items():
-        assert torch.equal(got[name], gradient), name
+    assert_all_match(got, want, atol=0)
     torch.manual_seed(4)
     other, _ = loss_and_gradients(model, ids, **({"noise": ORIGIN._replace(first_token=48)} if options else {}))
     assert ties or not torch.equal(other, want_loss)
@@ -148,16 +148,14 @@ def _recomputed_on_ranks(rank: int, world_size: int, ties: bool, ep: int) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ties", [False, True], ids=["routed", "exact ties"])
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(("ep", "ties"), [(1, True), (2, False)])
 @pytest.mark.requirement("R-GRAPH-03")
 def test_recomputation_under_a_mesh_meets_the_same_jitter(ep: int, ties: bool) -> None:
     assert run_ranks(_recomputed_on_ranks, 2, ties, ep) == [[], []]
 
 
 def test_every_layer_draws_its_own_noise() -> None:
-    config = noisy_config()
-    model = model_with(config, full_state(config), one_rank_mesh())
+    model = our_model(noisy_config())
     seen: list[Tensor] = []
     for module in model.modules():
         if isinstance(module, GatherMoeRouter):
@@ -173,9 +171,7 @@ def test_every_layer_draws_its_own_noise() -> None:
 
 def test_evaluation_has_no_noise() -> None:
     ids = torch.arange(16).view(1, 16)
-    config = noisy_config()
-    state = full_state(config)
-    noisy, plain = (model_with(c, state, one_rank_mesh()) for c in (config, mixed_config()))
+    noisy, plain = our_model(noisy_config()), our_model(mixed_config())
     assert not torch.allclose(noisy(ids).logits, plain(ids).logits)
     assert torch.equal(noisy.eval()(ids).logits, plain.eval()(ids).logits)
 
@@ -196,28 +192,24 @@ def test_a_group_must_be_told_its_noise() -> None:
 
 def referee_steps(config: GatherMoeConfig, state: Tensors, batches: list[Batch]) -> tuple[Tensors, Tensors]:
     """Gradients of the first step and weights after all of plain SGD in one process; the stream goes on."""
-    model: Any = GatherMoeForCausalLM(config)
-    model.load_state_dict(state)
+    model = referee_model(config, state, own=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients: Tensors = {}
     for step, batch in enumerate(batches):
-        model.zero_grad()
+        optimizer.zero_grad()
         noise = NoiseOrigin(0, step * batch.ids.numel())
-        model.train()(input_ids=batch.ids, labels=batch.labels, noise=noise).loss.backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
+        model(input_ids=batch.ids, labels=batch.labels, noise=noise).loss.backward()
+        gradients = gradients or gradients_of(model)
+        optimizer.step()
     return gradients, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         Case(dp=2, stage=2, accumulation=3),
-        Case(tp=2, ep=2, stage=1, checkpointing=True),
-        slow(Case(tp=2, ep=1, stage=3, accumulation=3)),
-        slow(Case(dp=2, tp=2, ep=2, stage=2, accumulation=3, checkpointing=True)),
+        slow(Case(tp=2, ep=2, stage=1, checkpointing=True)),
+        slow(Case(dp=2, tp=2, ep=1, stage=3, accumulation=3)),
     ],
     ids=str,
 )
@@ -231,23 +223,3 @@ def test_every_layout_trains_with_the_same_noise(case: Case) -> None:
     gradients, weights = referee_steps(config, state, batches)
     assert_all_match(got.gradients, gradients)
     assert_all_match(got.weights, weights)
-
-
-def _origins(rank: int, world_size: int) -> list[NoiseOrigin]:
-    """What the model is given for two steps of two micro-batches of 2 sequences of 16 tokens."""
-    case = Case(dp=2, accumulation=2)
-    config = tiny_config(router_jitter_noise=WIDTH)
-    engine = start_engine(config, full_state(config), case)
-    seen: list[NoiseOrigin] = []
-    engine.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["noise"]), with_kwargs=True)
-    for _ in range(2):
-        parts = micro_batches(random_batch(), case, dp_rank=engine.mesh.dp_rank)
-        engine.accumulate(parts, counts=engine.count(parts))
-        engine.update(learning_rate=1e-3)
-    return seen
-
-
-def test_first_tokens_count_the_stream_of_all_groups() -> None:
-    first, second = run_ranks(_origins, 2)
-    assert [origin.first_token for origin in first] == [0, 64, 128, 192]
-    assert [origin.first_token for origin in second] == [32, 96, 160, 224]
