@@ -17,14 +17,11 @@ from published_points import Description, Published, published_points
 from modeling.cost import MATRICES
 from modeling.execution import Execution
 from modeling.layout import ParallelLayout
-from recipe.plan.compute_time import attention_times, expert_times, head_times, num_launches, router_times
-from recipe.plan.hardware import find_hardware
-from recipe.plan.hardware_values import Hardware
+from recipe.plan.compute_time import Rates, attention_times, expert_times, head_times, num_launches, router_times
+from recipe.plan.hardware import Hardware, find_hardware
 from recipe.plan.job import Job
-from recipe.plan.overlap import Lanes
-from recipe.plan.rates import Rates
 from recipe.plan.traffic import ring_bytes
-from recipe.plan.wire_time import Ring, call_seconds
+from recipe.plan.transfer_time import Lanes, Ring, call_seconds
 from recipe.shared.flops import count_parameters, model_flops_per_token
 
 BF16_BYTES = 2

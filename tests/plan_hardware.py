@@ -1,8 +1,15 @@
 """Hardware whose speeds are round numbers, so that times can be worked out by hand."""
 
-from recipe.plan.hardware_file import PRODUCT_KINDS
-from recipe.plan.hardware_values import AttentionRate, Efficiencies, Hardware, Link, Measured, ProductRate
-from recipe.plan.rates import PASSES
+from recipe.plan.hardware import (
+    PASSES,
+    PRODUCT_KINDS,
+    AttentionRate,
+    Efficiencies,
+    Hardware,
+    Link,
+    Measured,
+    ProductRate,
+)
 
 # What makes a backward of attention, which takes 2.5 forwards, as long as the 2 that model FLOPs count.
 BACKWARD = 1.25

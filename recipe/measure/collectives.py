@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 
 from modeling.comm import RowSplits, all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from recipe.measure.timing import Timing, Work
-from recipe.plan.hardware_values import Fit, Link
-from recipe.plan.wire_time import STEPS, fewest_steps
+from recipe.plan.hardware import Fit, Link
+from recipe.plan.transfer_time import STEPS, fewest_steps
 
 # Multiprocessors and memory that a GPU's collectives take from what runs beside them; not measured.
 GPU_BUSY = 0.1

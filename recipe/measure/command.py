@@ -52,7 +52,7 @@ def _probe(arguments: argparse.Namespace) -> int:
 def _measure_here(arguments: argparse.Namespace) -> int:
     from recipe.launch.start import read_world, start_ranks, stop_ranks
     from recipe.measure.probe import ProbeOptions, machine_facts, measure_machine
-    from recipe.plan.hardware_file import hardware_as_json
+    from recipe.plan.hardware import hardware_as_json
     from recipe.shared.json_files import write_json
 
     world = read_world(os.environ)

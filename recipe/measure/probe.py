@@ -15,7 +15,7 @@ from recipe.launch.start import World
 from recipe.measure.collectives import measure_link
 from recipe.measure.products import best_rate, measure_attention, measure_passes, measure_products
 from recipe.measure.timing import Sizes, Timing, by_case, sizes_for
-from recipe.plan.hardware_values import Efficiencies, Hardware, Link, Measured
+from recipe.plan.hardware import Efficiencies, Hardware, Link, Measured
 from recipe.shared.flops import table_peak
 from recipe.shared.ranks import OneRank, Ranks, TorchRanks
 

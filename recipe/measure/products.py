@@ -1,6 +1,6 @@
 """The work of one rank that is timed, as the layers run it: products by shape, attention by length, passes over memory.
 
-A pass is one of recipe/plan/passes.py, run with the operators that the layers use.
+A pass is one of PASSES in recipe/plan/hardware.py, run with the operators that the layers use.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,8 @@ from modeling.norm import rms_norm
 from modeling.router import route, router_statistics
 from modeling.vocabulary import Vocabulary, vocab_parallel_losses
 from recipe.measure.timing import Sizes, Timing, Work
-from recipe.plan.hardware_file import PRODUCT_KINDS
-from recipe.plan.hardware_values import AttentionRate, Curve, ProductRate
-from recipe.plan.rates import ATTENTION_BACKWARD_FLOPS, PASSES
+from recipe.plan.compute_time import ATTENTION_BACKWARD_FLOPS
+from recipe.plan.hardware import PASSES, PRODUCT_KINDS, AttentionRate, Curve, ProductRate
 
 NUM_EXPERT_WEIGHTS = 8  # whose weights are taken in turn, so that none is still in the cache
 NUM_ATTENTION_HEADS = 4

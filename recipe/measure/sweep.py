@@ -14,8 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recipe.plan.report import run_config, write_config
 from recipe.plan.search import Found
-from recipe.plan.write import run_config, write_config
 from recipe.shared.json_files import write_json
 from recipe.shared.units import duration, size
 

@@ -1,15 +1,130 @@
 """Seconds that a rank computes in a step, part by part in the order of the code, transfers left out.
 
-Products and attention go by their shapes, everything else by the numbers that it reads and writes (rates.py).
+Products and attention go by their shapes, everything else by the numbers that it reads and writes, as PASSES has them:
+those of the torch operators that the code runs one after another, each reading its inputs and writing its result. A
+probe runs the same operators (recipe/measure/products.py) and times them instead.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cache
+from math import exp, log
 from typing import NamedTuple
 
 from modeling.cost import MATRICES
-from recipe.plan.job import Job
+from recipe.plan.hardware import PASSES, Hardware
+from recipe.plan.job import ELEMENT_BYTES, Job
 from recipe.plan.parameters import rank_parameters
-from recipe.plan.rates import PASSES, Rates
+
+Points = list[tuple[float, float]]  # (log size, log value), sizes rising
+Curves = list[tuple[float, Points]]  # by the log of another size, rising
+# A causal backward multiplies five times where its forward does twice (FlashAttention, 2205.14135, appendix B).
+ATTENTION_BACKWARD_FLOPS = 2.5
+
+
+class Rates:
+    """One rank's speed in one precision: as measured where a probe did, else a roofline under stated efficiencies.
+
+    All sizes are of the rank's own work; `fused` prices passes as one kernel each, which ours are not.
+    Raises ValueError for a precision that a hardware file does not hold.
+    """
+
+    def __init__(self, hardware: Hardware, *, precision: str, fused: bool = False) -> None:
+        if hardware.measured and precision not in hardware.measured:
+            raise ValueError(
+                f"hardware {hardware.name} was measured in {', '.join(sorted(hardware.measured))}, not in {precision}; "
+                f"measure again with `gather-moe probe --precision {precision}`"
+            )
+        self._hardware, self._precision = hardware, precision
+        self._bytes, self._fused = ELEMENT_BYTES[precision], fused
+        self._product_once_s = cache(self._product_s)
+        self._measured = bool(hardware.measured)
+        if self._measured:
+            found = hardware.measured[precision]
+            self._passes = {name: _logs(curve) for name, curve in found.passes.items()}
+            self._products = {
+                kind: _curves((rate.width, rate.rows, rate.flops_per_s) for rate in rates)
+                for kind, rates in found.products.items()
+            }
+            self._attention = [
+                _curves((rate.head_dim, rate.length, getattr(rate, way)) for rate in found.attention)
+                for way in ("forward", "backward")
+            ]
+
+    def product_s(self, kind: str, *, rows: float, width: float, out: float, count: float = 1) -> float:
+        """Return the seconds of `count` products of [rows, width] with [width, out]; kinds are `Measured`'s."""
+        return self._product_once_s(kind, rows, width, out) * count
+
+    def pass_s(self, name: str, elements: float, *, count: float = 1) -> float:
+        """Return the seconds of `count` passes of PASSES over this many elements."""
+        if self._measured:  # fewer elements than measured take what the fewest do, more in proportion
+            return count * exp(_value_at(self._passes[name], log(max(elements, 1.0)), above=1.0))
+        hardware = self._hardware
+        moved_bytes = PASSES[name].bytes_per_element(self._bytes, fused=self._fused) * elements
+        return count * moved_bytes / (hardware.memory_bytes_per_s * hardware.efficiencies.memory)
+
+    def attention_s(self, *, tokens: float, num_heads: float, head_dim: int, length: float, backward: bool) -> float:
+        """Return the seconds of causal attention of this many tokens in sequences of `length`."""
+        flops = 2 * tokens * length * num_heads * head_dim
+        flops *= ATTENTION_BACKWARD_FLOPS if backward else 1
+        if self._measured:
+            return flops / _rate_at(self._attention[backward], head_dim, length)
+        reached = self._hardware.efficiencies
+        share = reached.attention_backward if backward else reached.attention_forward
+        peak = self._hardware.peak_flops_per_s[self._precision]
+        return flops / (peak * share) * (1 + reached.half_length / length)
+
+    def _product_s(self, kind: str, rows: float, width: float, out: float) -> float:
+        flops = 2 * rows * width * out
+        if not flops:
+            return 0.0
+        mean = 2 * width * out / (width + out)
+        if self._measured:  # fewer rows than measured take as long as the fewest
+            return flops / _rate_at(self._products[kind], mean, rows, below=1.0)
+        hardware, reached = self._hardware, self._hardware.efficiencies
+        share = reached.product / (1 + reached.half_rows / rows) / (1 + reached.half_width / mean)
+        moved_bytes = self._bytes * (rows * width + width * out + rows * out)
+        return max(
+            flops / (hardware.peak_flops_per_s[self._precision] * share),
+            moved_bytes / (hardware.memory_bytes_per_s * reached.memory),
+        )
+
+
+def _logs(points: Iterable[tuple[float, float]]) -> Points:
+    return sorted((log(size), log(value)) for size, value in points)
+
+
+def _curves(points: Iterable[tuple[float, float, float]]) -> Curves:
+    """Return a curve of values by size for each of what comes first in a point."""
+    found = defaultdict(list)
+    for at, size, value in points:
+        found[at].append((size, value))
+    return [(log(at), _logs(curve)) for at, curve in sorted(found.items())]
+
+
+def _rate_at(curves: Curves, at: float, size: float, *, below: float = 0.0) -> float:
+    """Interpolate between two curves, each at this size."""
+    return exp(_between([(x, _value_at(curve, log(size), below=below)) for x, curve in curves], log(at)))
+
+
+def _value_at(points: Points, x: float, *, below: float = 0.0, above: float = 0.0) -> float:
+    """Interpolate between points; outside go on with these slopes from the nearest."""
+    first, last = points[0], points[-1]
+    if x <= first[0]:
+        return first[1] + below * (x - first[0])
+    if x >= last[0]:
+        return last[1] + above * (x - last[0])
+    return _between(points, x)
+
+
+def _between(points: Points, x: float) -> float:
+    """Interpolate between points; outside take the nearest one's value."""
+    i = bisect_left(points, (x,))
+    if i == 0 or i == len(points):
+        return points[min(i, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 class Times(NamedTuple):
@@ -38,16 +153,39 @@ class Times(NamedTuple):
 class Both(NamedTuple):
     """Seconds of a part, forward and backward."""
 
-    forward: Times
-    backward: Times
-
-    @staticmethod
-    def none() -> "Both":
-        return Both(Times(), Times())
+    forward: Times = Times()
+    backward: Times = Times()
 
     def total(self, *, recompute: bool) -> float:
         """Return the seconds of a micro-batch, the forward once more where it is recomputed."""
         return (2 if recompute else 1) * self.forward.total + self.backward.total
+
+
+class LayerTimes(NamedTuple):
+    """Computing of a layer with experts, and of a dense one; `head` and `other` are those of the whole model."""
+
+    attention: Both
+    router: Both
+    experts: Both
+    dense: Both
+    head: Both
+    other: Both
+
+
+def layer_times(job: Job, rates: Rates, *, exact: Rates) -> LayerTimes:
+    """Return what one layer of each kind computes, and what is around the layers, in one micro-batch.
+
+    exact  the rates in float32, which the router takes in either precision
+    """
+    has_experts, has_dense = job.sizes.num_moe_layers > 0, bool(job.sizes.dense_layers)
+    return LayerTimes(
+        attention=attention_times(job, rates),
+        router=router_times(job, exact) if has_experts else Both(),
+        experts=expert_times(job, rates) if has_experts else Both(),
+        dense=_dense_times(job, rates) if has_dense else Both(),
+        head=head_times(job, rates),
+        other=_other_times(job, rates),
+    )
 
 
 def attention_times(job: Job, rates: Rates) -> Both:
@@ -75,7 +213,7 @@ def attention_times(job: Job, rates: Rates) -> Both:
     )
 
 
-def dense_times(job: Job, rates: Rates) -> Both:
+def _dense_times(job: Job, rates: Rates) -> Both:
     """Return the seconds of a dense feed-forward layer with the norm before it and the sum after it."""
     width = job.sizes.intermediate_size / job.layout.tp
     elements = job.num_tokens * width
@@ -177,11 +315,9 @@ def expert_times(job: Job, rates: Rates) -> Both:
         sums=first + per_row("activation", rows.width) + down + per_row(add_rows, width) + sums + moved_s,
         after=rates.pass_s("add", here),
     )
-    per_weight = rows.per_expert * rows.chunks
-    weights = rates.product_s("weight_gradient", rows=per_weight, width=width, out=rows.width, count=rows.num_experts)
-    weights += rates.product_s(
-        "weight_gradient", rows=per_weight, width=2 * rows.width, out=width, count=rows.num_experts
-    )
+    shape = {"rows": rows.per_expert * rows.chunks, "count": rows.num_experts}
+    weights = rates.product_s("weight_gradient", width=width, out=rows.width, **shape)
+    weights += rates.product_s("weight_gradient", width=2 * rows.width, out=width, **shape)
     backward = Times(
         sums=again
         + clears
@@ -241,7 +377,7 @@ def head_times(job: Job, rates: Rates) -> Both:
     return Both(forward, backward)
 
 
-def other_times(job: Job, rates: Rates) -> Both:
+def _other_times(job: Job, rates: Rates) -> Both:
     """Return the seconds of the embedding and the last norm."""
     width, tokens, here = job.sizes.hidden_size, job.num_tokens, job.tokens_per_rank
     rows = -(-job.sizes.vocab_size // job.layout.tp)

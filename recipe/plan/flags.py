@@ -8,11 +8,11 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from modeling.layout import STRATEGIES, divisors
+from modeling.layout import STRATEGIES, ParallelLayout, divisors
 from modeling.spec import spec_of
-from recipe.plan.hardware_values import Hardware
+from recipe.plan.hardware import Hardware
 from recipe.plan.job import ELEMENT_BYTES, Job, job_of
-from recipe.plan.space import PlanRequest, alone_faults
+from recipe.plan.search import PlanRequest, layout_rules
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY
@@ -37,33 +37,17 @@ class JobSettings(NamedTuple):
 
 
 def add_model_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    parser.add_argument(
-        MODEL_FLAG,
-        "--config_name",
-        required=required,
-        metavar="NAME",
-        help=f"a preset ({', '.join(PRESETS)}), config.json, folder or model on the hub",
-    )
-    parser.add_argument("--config_overrides", metavar="KEY=VALUE,...", help="changes to the model's configuration")
-    parser.add_argument(
-        "--seq_len",
-        "--block_size",
-        type=at_least_two,
-        metavar="S",
-        help="positions in a sequence; as in a run: 1024 if absent",
-    )
+    add, names = parser.add_argument, f"a preset ({', '.join(PRESETS)}), config.json, folder or model on the hub"
+    length = "positions in a sequence; as in a run: 1024 if absent"
+    add(MODEL_FLAG, "--config_name", required=required, metavar="NAME", help=names)
+    add("--config_overrides", metavar="KEY=VALUE,...", help="changes to the model's configuration")
+    add("--seq_len", "--block_size", type=at_least_two, metavar="S", help=length)
 
 
 def add_world_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpus", "--ranks", type=at_least_one, required=True, metavar="N", help="devices, one rank each"
-    )
-    parser.add_argument(
-        "--gpus_per_node",
-        type=at_least_one,
-        metavar="N",
-        help="of a node; as usual for the device, or all if fewer",
-    )
+    add, per_node = parser.add_argument, "of a node; as usual for the device, or all if fewer"
+    add("--gpus", "--ranks", type=at_least_one, required=True, metavar="N", help="devices, one rank each")
+    add("--gpus_per_node", type=at_least_one, metavar="N", help=per_node)
 
 
 def add_job_flags(parser: argparse.ArgumentParser) -> None:
@@ -110,12 +94,9 @@ def read_moe_model(arguments: Arguments, *, flags: argparse.Namespace) -> dict[s
 
 def run_words(flags: argparse.Namespace) -> Iterator[str]:
     """Yield the model's flags as those of a run."""
-    if flags.model is not None:
-        yield f"--config_name={flags.model}"
-    if flags.config_overrides is not None:
-        yield f"--config_overrides={flags.config_overrides}"
-    if flags.seq_len is not None:
-        yield f"--block_size={flags.seq_len}"
+    named = {"config_name": flags.model, "config_overrides": flags.config_overrides, "block_size": flags.seq_len}
+    yield from (f"--{name}={value}" for name, value in named.items() if value is not None)
+    yield f"--output_dir={OUTPUT_DIR}"
 
 
 def read_job(
@@ -123,7 +104,7 @@ def read_job(
 ) -> JobSettings:
     """Return the job of these flags on such devices; ValueError lists every rule of the trainer that it breaks."""
     precision = flags.precision or (None if flags.ds_config else DEFAULT_PRECISION[device])
-    words = [*run_words(flags), f"--output_dir={OUTPUT_DIR}"]
+    words = list(run_words(flags))
     if flags.ds_config is not None:
         words.append(f"--ds_config={flags.ds_config}")
     if precision is not None:
@@ -143,10 +124,7 @@ def read_job(
         arguments,
         deepspeed_json=_with_flags(load_deepspeed_json(flags.ds_config), flags),
         ranks=WorldInfo(
-            world_size=flags.gpus,
-            local_world_size=per_node,
-            device=device,
-            compute_capability=compute_capability,
+            world_size=flags.gpus, local_world_size=per_node, device=device, compute_capability=compute_capability
         ),
         sizes=sizes_of(model),
         attention_dropout=spec_of(model).attention_dropout,
@@ -182,27 +160,17 @@ class PlanSettings(NamedTuple):
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a search; what a run would settle itself is found by it."""
-    add = parser.add_argument
-    add(
-        "--tokens_per_batch",
-        type=at_least_one,
-        metavar="T",
-        help="tokens of an optimizer step over all devices; one sequence per device if absent",
-    )
+    add, tokens = parser.add_argument, "tokens of an optimizer step over all devices; one sequence per device if absent"
+    skew = "the busiest rank's expert rows over the mean, where each rank holds whole experts; 1: even"
+    add("--tokens_per_batch", type=at_least_one, metavar="T", help=tokens)
     add("--max_micro_batch", type=at_least_one, metavar="B", help="sequences a group may work on at once; any number")
     add("--precision", choices=tuple(ELEMENT_BYTES), help="bf16 on a GPU and fp32 on a CPU if absent")
-    add(
-        "--skew",
-        type=at_least_even,
-        default=1.0,
-        metavar="RHO",
-        help="the busiest rank's expert rows over the mean, where each rank holds whole experts; 1: even",
-    )
+    add("--skew", type=at_least_even, default=1.0, metavar="RHO", help=skew)
 
 
 def read_plan_request(flags: argparse.Namespace, *, hardware: Hardware) -> PlanSettings:
     """Return what the flags ask for; ValueError where numbers clash, or the model breaks a rule in every layout."""
-    arguments = parse_arguments([*run_words(flags), f"--output_dir={OUTPUT_DIR}"])
+    arguments = parse_arguments(list(run_words(flags)))
     model, notes = read_moe_model(arguments, flags=flags), []
     if flags.tokens_per_batch is None:
         notes.append("one sequence per device and step; --tokens_per_batch asks for more")
@@ -220,9 +188,7 @@ def read_plan_request(flags: argparse.Namespace, *, hardware: Hardware) -> PlanS
         gpus=flags.gpus,
         # Ranks on a CPU are this machine's, unless several were probed.
         ranks_per_node=node_size(
-            flags,
-            usual=flags.gpus if is_this_machine else hardware.ranks_per_node,
-            name=hardware.name,
+            flags, usual=flags.gpus if is_this_machine else hardware.ranks_per_node, name=hardware.name
         ),
         block_size=arguments.block_size,
         sequences_per_step=tokens // arguments.block_size,
@@ -230,8 +196,7 @@ def read_plan_request(flags: argparse.Namespace, *, hardware: Hardware) -> PlanS
         skew=flags.skew,
         max_micro_batch=flags.max_micro_batch,
     )
-    faults = alone_faults(request)
-    if faults:
+    if faults := layout_rules(request, ParallelLayout()):  # a rank alone breaks no rule of layouts
         raise ValueError("no layout can be planned:\n" + "\n".join(f"  - {fault}" for fault in faults))
     names = {"config_name": flags.model, "config_overrides": dict(arguments.config_overrides)}
     return PlanSettings(request, {key: value for key, value in names.items() if value}, tuple(notes))

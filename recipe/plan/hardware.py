@@ -1,18 +1,182 @@
-"""Hardware by its name in a table, a line and a source for every number, or by the path of a probe's file.
+"""What one rank can do and how ranks are joined, as numbers that each say where they are from.
 
-Peaks and bandwidths are data sheets', one direction. What programs reach of them are start values for want of a probe:
-published measurements where there are any, else "assumed". They are the same for every model, layout and length.
+Two kinds: a GPU of the table, or what `gather-moe probe` measured and wrote to a file, which is read strictly. The
+table's peaks and bandwidths are data sheets', one direction. What programs reach of them are start values for want of a
+probe: published measurements where there are any, else "assumed". They are the same for every model, layout and length.
 """
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from recipe.plan.hardware_file import read_hardware
-from recipe.plan.hardware_values import Efficiencies, Hardware, Link
+from recipe.plan.job import ELEMENT_BYTES
 from recipe.shared.flops import table_peak
+
+Curve = tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
+
+
+class Fit(NamedTuple):
+    """Seconds of one collective = alpha_s x its steps (transfer_time.py) + bytes a rank sends / bytes_per_s.
+
+    residual   the root mean square of measured / fitted - 1; 0 where nothing was measured
+    max_bytes  the most that was measured
+    """
+
+    alpha_s: float
+    bytes_per_s: float
+    residual: float = 0.0
+    max_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a rank sends through, in one direction.
+
+    busy  the share of a transfer's time for which it keeps its rank from computing
+    ops   fits of single collectives where they were measured; the others follow the link's own numbers
+    """
+
+    alpha_s: float
+    bytes_per_s: float
+    busy: float
+    ops: Mapping[str, Fit] = field(default_factory=dict)
+
+    def seconds(self, op: str, *, num_steps: float, sent_bytes: float) -> float:
+        """Return the seconds of a collective in which a rank sends `sent_bytes` in `num_steps` pieces."""
+        fit = self.ops.get(op)
+        alpha_s, rate = (self.alpha_s, self.bytes_per_s) if fit is None else fit[:2]
+        return alpha_s * num_steps + sent_bytes / rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiencies:
+    """What of the peaks programs reach, where nothing was measured.
+
+    product             of the peak, by a product that is large in every dim
+    half_rows           rows, per expert where grouped, at which a product reaches half of that
+    half_width          the same for the harmonic mean of its other two dims
+    attention_forward   of the peak, over the causal half of the scores, for long sequences
+    attention_backward  the same
+    half_length         length of a sequence at which attention reaches half of that
+    memory              of the memory's bandwidth, by an elementwise kernel
+    """
+
+    product: float
+    half_rows: float
+    half_width: float
+    attention_forward: float
+    attention_backward: float
+    half_length: float
+    memory: float
+
+
+class ProductRate(NamedTuple):
+    """FLOP/s of [rows, width] times [width, width]."""
+
+    rows: float
+    width: float
+    flops_per_s: float
+
+
+class AttentionRate(NamedTuple):
+    """FLOP/s of causal attention over sequences of this length, the causal half of the scores counted."""
+
+    length: float
+    head_dim: float
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a probe found in one precision, one rank on its share of the machine and all ranks at work.
+
+    products   "forward", "input_gradient", "weight_gradient" and "expert" (both products of an expert over its rows)
+    attention  by length and size of a head
+    passes     work bound by memory, of PASSES, seconds by the number of elements
+    """
+
+    products: Mapping[str, tuple[ProductRate, ...]]
+    attention: tuple[AttentionRate, ...]
+    passes: Mapping[str, Curve]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One rank's device and its links.
+
+    ranks_per_node       of the usual node, or of the group that was probed
+    peak_flops_per_s     dense, by precision ("bf16", "fp32")
+    memory_bytes_per_s   of the data sheet; measured: of a large copy
+    intra, inter         links inside a node and between nodes; None where they were not measured
+    launch_s             from one kernel's launch to the next, as the host gives them without a graph
+    measured             by precision; empty for a GPU of the table
+    compute_capability   (major, minor) of a GPU, by which the trainer chooses how experts are multiplied; None: a CPU
+    sources              where each number is from, by field
+    """
+
+    name: str
+    device: str
+    memory_bytes: int
+    ranks_per_node: int
+    peak_flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    intra: Link | None
+    inter: Link | None
+    efficiencies: Efficiencies
+    launch_s: float
+    sources: Mapping[str, str]
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+    compute_capability: tuple[int, int] | None = None
+
+
+class Pass(NamedTuple):
+    """Numbers read and written per element of some work, in the activations' type and in float32, and its kernels.
+
+    fused  the numbers of one kernel that reads its inputs and writes its results once, in the type of the activations;
+           for other systems, which have such
+    """
+
+    own: float
+    wide: float
+    num_kernels: int
+    fused: float
+
+    def bytes_per_element(self, element_bytes: int, *, fused: bool = False) -> float:
+        return self.fused * element_bytes if fused else self.own * element_bytes + self.wide * 4
+
+
+PASSES: Mapping[str, Pass] = {
+    "copy": Pass(2, 0, 1, 2),
+    "add": Pass(3, 0, 1, 3),
+    # Per number of the row: squares, mean, scaled, weighted, and the same back with two means along the row.
+    "norm": Pass(2, 8, 6, 2),
+    "norm_backward": Pass(3, 18, 11, 3),
+    "rotate": Pass(5, 0, 3, 2),
+    # Rows looked up by index; rows weighted and added to their tokens.
+    "rows": Pass(2, 0, 1, 2),
+    "add_rows": Pass(1, 6, 3, 2),
+    # The same in a fixed order on a device: for each choice of a token its row looked up, selected, weighted, added.
+    "sum_rows": Pass(3, 8, 6, 2),
+    # Per number of an expert's width: silu(gate) * up, and the gradients of gate, up and the routing weight.
+    "activation": Pass(5, 0, 2, 3),
+    "activation_backward": Pass(12, 8, 9, 5),
+    # Per token and expert: scores, sort, weights and statistics, forward and backward.
+    "routing": Pass(0, 40, 40, 4),
+    # Per logit: maximum, exponential, sum, probability, gradient.
+    "loss": Pass(2, 9, 10, 3),
+    # Per parameter: from one buffer to another, in place; AdamW; the norm, in float64.
+    "refill": Pass(0, 2, 1, 4),
+    "sum_up": Pass(0, 3, 1, 6),
+    "adamw": Pass(0, 7, 1, 14),
+    "squares": Pass(0, 6, 2, 2),
+}
+
 
 MIB = 2**20
 ASSUMED = "assumed; `gather-moe probe` measures it"
@@ -28,6 +192,7 @@ class Sheet(NamedTuple):
     link_source         of the share
     nic_gbs             GB/s of the network per device
     attention           (forward, backward) share of the peak for long causal sequences
+    capability          as torch reports it; ROCm's are the numbers of the architecture (gfx942)
     """
 
     device_name: str
@@ -42,53 +207,41 @@ class Sheet(NamedTuple):
     nic_gbs: float
     attention: tuple[float, float]
     attention_source: str
+    capability: tuple[int, int]
     ranks_per_node: int = 8
 
 
 _FA2_A100 = (
-    "FlashAttention-2 (2307.08691), figures 5 and 6: up to 73 % forward and 63 % backward on A100, less where causal"
+    (0.55, 0.45),
+    "FlashAttention-2 (2307.08691), figures 5 and 6: up to 73 % forward and 63 % backward on A100, less where causal",
 )
-_FA2_H100 = "FlashAttention-3 (2407.08608), figures 5 and 6, its FlashAttention-2 curves on H100, causal"
+_FA2_H100 = (
+    (0.38, 0.32),
+    "FlashAttention-3 (2407.08608), figures 5 and 6, its FlashAttention-2 curves on H100, causal",
+)
 _NVLINK_3 = "NCCL's own model of its speed allows 235 of 300 GB/s (src/graph/tuning.cc, devices of capability 8.0)"
 _NVLINK_4 = "nccl-tests issue 212: 370 of 450 GB/s on H100"
-_IB_200, _IB_400 = ("200 Gbit/s InfiniBand", 25), ("400 Gbit/s InfiniBand", 50)
+_A100 = (19.5, "NVLink 3", 300, 0.78, _NVLINK_3, "200 Gbit/s InfiniBand", 25, *_FA2_A100, (8, 0))
+_HOPPER = (66.9, "NVLink 4", 450, 0.82, _NVLINK_4, "400 Gbit/s InfiniBand", 50, *_FA2_H100, (9, 0))
 
 SHEETS: Mapping[str, Sheet] = {
-    "a100-80g": Sheet(
-        "NVIDIA A100", 81920, 2039, 19.5, "NVLink 3", 300, 0.78, _NVLINK_3, *_IB_200, (0.55, 0.45), _FA2_A100
-    ),
-    "a100-40g": Sheet(
-        "NVIDIA A100", 40960, 1555, 19.5, "NVLink 3", 300, 0.78, _NVLINK_3, *_IB_200, (0.55, 0.45), _FA2_A100
-    ),
-    "h100": Sheet(
-        "NVIDIA H100", 81559, 3352, 66.9, "NVLink 4", 450, 0.82, _NVLINK_4, *_IB_400, (0.38, 0.32), _FA2_H100
-    ),
-    "h200": Sheet(
-        "NVIDIA H200", 143771, 4800, 66.9, "NVLink 4", 450, 0.82, _NVLINK_4, *_IB_400, (0.38, 0.32), _FA2_H100
-    ),
+    "a100-80g": Sheet("NVIDIA A100", 81920, 2039, *_A100),
+    "a100-40g": Sheet("NVIDIA A100", 40960, 1555, *_A100),
+    "h100": Sheet("NVIDIA H100", 81559, 3352, *_HOPPER),
+    "h200": Sheet("NVIDIA H200", 143771, 4800, *_HOPPER),
     # Of a board with eight (HGX); in a GB200 it is a faster one.
     "b200": Sheet(
         *("NVIDIA B200", 183359, 7700, 75, "NVLink 5", 900, 0.82, f"{_NVLINK_4}, the same share assumed"),
-        *(*_IB_400, (0.30, 0.25), ASSUMED),
+        *("400 Gbit/s InfiniBand", 50, (0.30, 0.25), ASSUMED, (10, 0)),
     ),
     "mi300x": Sheet(
         *("AMD Instinct MI300X", 196592, 5300, 163.4, "Infinity Fabric", 448, 0.70, ASSUMED),
-        *("400 Gbit/s", 50, (0.30, 0.22), ASSUMED),
+        *("400 Gbit/s", 50, (0.30, 0.22), ASSUMED, (9, 4)),
     ),
     "rtx-4090": Sheet(
         *("NVIDIA GeForce RTX 4090", 24564, 1008, 82.6, "PCIe 4 x16", 32, 0.45, ASSUMED),
-        *("100 Gbit/s for 8", 1.56, (0.55, 0.45), ASSUMED),
+        *("100 Gbit/s for 8", 1.56, (0.55, 0.45), ASSUMED, (8, 9)),
     ),
-}
-# As torch reports them; ROCm's are the numbers of the architecture (gfx942).
-CAPABILITIES: Mapping[str, tuple[int, int]] = {
-    "a100-80g": (8, 0),
-    "a100-40g": (8, 0),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
-    "mi300x": (9, 4),
-    "rtx-4090": (8, 9),
 }
 ALIASES: Mapping[str, str] = {
     "a100": "a100-80g",
@@ -112,10 +265,12 @@ def find_hardware(name: str, *, device: str | None = None) -> Hardware:
     if name.endswith(".json") or Path(name).is_file():
         found = read_hardware(Path(name))
     else:
-        entry = table_entry(name)
+        entry = _table_entry(name)
         if entry is None:
+            others = {known: [alias for alias, of in ALIASES.items() if of == known] for known in known_names()}
+            names = [f"{known} (or {', '.join(more)})" if more else known for known, more in others.items()]
             raise ValueError(
-                f"hardware {name!r} is not known; choose one of {names_with_aliases()}, or the path of a file "
+                f"hardware {name!r} is not known; choose one of {', '.join(names)}, or the path of a file "
                 "that `gather-moe probe` wrote"
             )
         found = entry
@@ -125,17 +280,11 @@ def find_hardware(name: str, *, device: str | None = None) -> Hardware:
 
 
 def known_names() -> list[str]:
-    """Return the names that `table_entry` knows, without aliases."""
+    """Return the names of the table, without aliases."""
     return [*SHEETS, "cpu"]
 
 
-def names_with_aliases() -> str:
-    """Return the names as a sentence lists them."""
-    others = {name: [alias for alias, of in ALIASES.items() if of == name] for name in known_names()}
-    return ", ".join(f"{name} (or {', '.join(found)})" if found else name for name, found in others.items())
-
-
-def table_entry(name: str) -> Hardware | None:
+def _table_entry(name: str) -> Hardware | None:
     """Return the hardware of that name, whatever its case, separators, maker and socket; None where there is none."""
     plain = re.sub(r"[_ ]+", "-", name.strip().lower())
     while (shorter := _MAKERS.sub("", plain)) != plain:
@@ -172,7 +321,7 @@ def _gpu(name: str, sheet: Sheet) -> Hardware:
             memory=0.85,
         ),
         launch_s=5e-6,
-        compute_capability=CAPABILITIES[name],
+        compute_capability=sheet.capability,
         sources={
             "memory_bytes": "the driver's total of the device",
             "peak_flops_per_s": f"bf16: {peak.source}; fp32: {sheets}, without TF32",
@@ -226,3 +375,131 @@ def _this_cpu() -> Hardware:
             **dict.fromkeys(names, ASSUMED),
         },
     )
+
+
+FORMAT = 1  # of a probe's file; rises with every change that makes older numbers mean something else
+AGAIN = "measure again with `gather-moe probe`"
+PRODUCT_KINDS = ("forward", "input_gradient", "weight_gradient", "expert")
+LINK_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+# By field: the keys that a mapping must have, and those of which it may have some, "ops" none of them.
+ALL_KEYS: Mapping[str, tuple[str, ...]] = {"products": PRODUCT_KINDS, "passes": tuple(PASSES)}
+SOME_KEYS: Mapping[str, tuple[str, ...]] = {"ops": LINK_OPS, "measured": tuple(ELEMENT_BYTES)}
+LARGEST = 1e300  # neither infinity nor what is no number
+MAY_BE_0 = ("alpha_s", "residual", "max_bytes")
+
+
+def hardware_as_json(hardware: Hardware, *, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a file; `machine` says where and how it was measured, for people."""
+    return {"format": FORMAT, "machine": dict(machine), "hardware": asdict(hardware)}
+
+
+def read_hardware(path: Path) -> Hardware:
+    """Return the hardware of a file; a ValueError says what is wrong with it and what to do."""
+    try:
+        whole = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"hardware file {path} does not exist; write it with `gather-moe probe --out {path}`"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"hardware file {path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"hardware file {path} is no JSON ({error}); {AGAIN}") from None
+    found = whole.get("format") if isinstance(whole, dict) else None
+    if found != FORMAT:
+        age = "an older" if not isinstance(found, int) or found < FORMAT else "a newer"
+        raise ValueError(f"hardware file {path} has {age} format ({found}) than this program's {FORMAT}; {AGAIN}")
+    try:
+        _check_keys(whole, ("format", "machine", "hardware"), "the file")
+        made: Hardware = _decode_block(Hardware, whole["hardware"], "hardware", prefix="")
+        if missing := sorted(made.measured.keys() - made.peak_flops_per_s.keys()):
+            raise ValueError(f"peak_flops_per_s has no {', '.join(missing)}, which was measured")
+    except ValueError as error:
+        raise ValueError(f"hardware file {path} cannot be used: {error}; {AGAIN}") from None
+    return made
+
+
+def _decode(kind: Any, value: Any, name: str) -> Any:
+    """Make a value of a field's type of what the JSON has under a name; ValueError names it."""
+    key, origin, parts = name.rpartition(".")[2], get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _decode(parts[0], value, name)
+    if is_dataclass(kind):
+        return _decode_block(kind, value, name, prefix=f"{name}.")
+    if origin is Mapping:
+        _check_mapping(value, name, key)
+        return {entry: _decode(parts[1], number, f"{name}.{entry}") for entry, number in value.items()}
+    if origin is tuple and parts[-1] is ...:
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{name} is {_short(value)}, not a list of measurements")
+        return tuple(_decode(parts[0], row, name) for row in value)
+    if origin is tuple:
+        return tuple(_decode(*pair, name) for pair in zip(parts, _row(value, len(parts), name), strict=True))
+    if hasattr(kind, "_fields"):
+        row, kinds = _row(value, len(kind._fields), name), get_type_hints(kind)
+        return kind(*(_decode(kinds[part], row[i], f"{name}.{part}") for i, part in enumerate(kind._fields)))
+    _check_plain(kind, value, name, key)
+    return value
+
+
+def _decode_block(kind: Any, block: Any, name: str, *, prefix: str) -> Any:
+    kinds = get_type_hints(kind)
+    _check_keys(block, kinds, name)
+    return kind(**{key: _decode(part, block[key], f"{prefix}{key}") for key, part in kinds.items()})
+
+
+def _check_plain(kind: Any, value: Any, name: str, key: str) -> None:
+    """Check a text or a number."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if name == "device" and value not in ("cpu", "cuda"):
+        raise ValueError(f"its device is {value!r}, not cpu or cuda")
+    if kind is str:
+        words = "" if isinstance(value, str) else "a text"
+    elif kind is int:
+        least = 0 if key == "compute_capability" else 1
+        words = "" if is_number and isinstance(value, int) and value >= least else f"a whole number from {least} on"
+    elif key == "busy":
+        words = "" if is_number and 0 <= value <= 1 else "a share between 0 and 1"
+    elif key in MAY_BE_0:
+        words = "" if is_number and 0 <= value <= LARGEST else "a number from 0 on"
+    else:
+        words = "" if is_number and 0 < value <= LARGEST else "a positive number"
+    if words:
+        raise ValueError(f"{name} is {_short(value)}, not {words}")
+
+
+def _row(row: Any, length: int, name: str) -> list[Any]:
+    if not isinstance(row, list) or len(row) != length:
+        raise ValueError(f"{name} has {_short(row)}, not {length} numbers")
+    return row
+
+
+def _check_mapping(block: Any, name: str, key: str) -> None:
+    if key in ALL_KEYS:
+        _check_keys(block, ALL_KEYS[key], name)
+    _check_block(block, name)
+    if not block and key != "ops":
+        raise ValueError(f"{name} is empty")
+    known = SOME_KEYS.get(key, block)
+    for entry in block:
+        if entry not in known:
+            raise ValueError(f"{entry!r} in {name} is not one of {', '.join(known)}")
+
+
+def _check_keys(block: Any, names: Collection[str], name: str) -> None:
+    """Check that a block has just these names."""
+    _check_block(block, name)
+    if missing := sorted(set(names) - block.keys()):
+        raise ValueError(f"{missing[0]!r} is missing in {name}")
+    if unknown := sorted(block.keys() - set(names)):
+        raise ValueError(f"{unknown[0]!r} in {name} is not known")
+
+
+def _check_block(block: Any, name: str) -> None:
+    if not isinstance(block, dict):
+        raise ValueError(f"{name} is {_short(block)}, not a block of names and values")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

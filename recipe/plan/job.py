@@ -140,16 +140,7 @@ class Job:
         """What one micro-batch's memory and computing depend on, besides recomputation; ZeRO is no part of it."""
         limits = (self.model.get("clip_qkv"), self.model.get("capacity_factor"))
         run = (self.experts_backend, self.precision, self.device, self.attention_length, self.rho, self.num_chunks)
-        return (
-            self.sizes,
-            self.layout,
-            self.num_sequences,
-            self.block_size,
-            self.group_strategy,
-            self.wire,
-            run,
-            limits,
-        )
+        return self.sizes, self.layout, self.num_sequences, self.block_size, self.group_strategy, self.wire, run, limits
 
     @property
     def is_packed(self) -> bool:

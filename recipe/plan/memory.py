@@ -5,33 +5,19 @@ first layer's backward of each kind, the head, the reduction of the last gradien
 two layers of a kind memory changes by the same amount each time, so that one of the ends is the most.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from modeling.spec import ModelSizes
+from recipe.plan import memory_lines
 from recipe.plan.job import Job
-from recipe.plan.memory_lines import (
-    Letters,
-    Line,
-    Lines,
-    attention_inputs,
-    attention_products,
-    attention_working,
-    dense_kept,
-    dense_working,
-    experts_kept,
-    experts_working,
-    head_working,
-    letters_of,
-    text_of,
-    total,
-)
+from recipe.plan.memory_lines import Letters, Line, Lines, text_of, total
 from recipe.plan.parameters import RankParameters, rank_parameters
-from recipe.plan.zero_memory import ZeroMemory, zero_memory
+from recipe.plan.zero_memory import ZeroMemory
 
-# No measurement: a caching allocator rounds requests up and keeps segments that no later request fits, and products,
-# attention and collectives take workspace. How much depends on the order of sizes; a run of `sweep` tells.
+# A share of the peak, no measurement: a caching allocator rounds requests up and keeps segments that no later request
+# fits, and products, attention and collectives take workspace. A run of `sweep` tells how much.
 MARGIN = 0.08
 KINDS = ("weights", "gradients", "optimizer", "activations", "gathered", "logits", "buffers")
 MEASURED = "measured: its moment's sum against the storages of real and of fake steps"
@@ -60,6 +46,10 @@ class MemoryPlan(NamedTuple):
     @property
     def total_bytes(self) -> int:
         return self.peak_bytes + self.margin
+
+    def by_kind(self) -> dict[str, int]:
+        """Return the bytes of each kind, the margin included."""
+        return {kind: getattr(self, kind) for kind in (*KINDS, "margin")}
 
 
 class Row(NamedTuple):
@@ -99,47 +89,50 @@ class Moment(NamedTuple):
         ]
 
 
-def predict_memory(job: Job, *, margin: float = MARGIN) -> MemoryPlan:
+def predict_memory(job: Job) -> MemoryPlan:
     """Predict the memory of one job; see `MemoryModel`."""
-    return MemoryModel(margin=margin).predict(job)
+    return MemoryModel().predict(job)
 
 
 class MemoryModel:
     """The memory of many jobs; what does not depend on ZeRO's stage or recomputation is computed once."""
 
-    def __init__(self, *, margin: float = MARGIN) -> None:
-        """Take a margin, a share of the peak, for what an allocator cannot use and for kernels' workspace."""
-        self._margin = margin
-        self._parts: dict[tuple[Any, ...], ModelParts] = {}
+    def __init__(self) -> None:
+        self._parts: dict[tuple[Any, ...], tuple[Letters, dict[str, Part]]] = {}
 
     def predict(self, job: Job) -> MemoryPlan:
         key = job.micro_batch_key
         if key not in self._parts:
-            self._parts[key] = model_parts(job, letters_of(job))
-        fullest = max(_moments(job, self._parts[key]), key=lambda moment: moment.num_bytes)
+            letters = Letters(job)
+            self._parts[key] = letters, _model_parts(job, letters)
+        fullest = _fullest(_moments(job, *self._parts[key]))
         sums = dict.fromkeys(KINDS, 0.0)
         for part in fullest.parts:
             for _, kind, num_bytes in part.lines:
                 sums[kind] += part.times * num_bytes
         whole = {kind: int(value) for kind, value in sums.items()}
-        return MemoryPlan(**whole, margin=int(self._margin * sum(whole.values())), moment=fullest.name)
+        return MemoryPlan(**whole, margin=int(MARGIN * sum(whole.values())), moment=fullest.name)
 
 
-def explain_memory(job: Job, *, margin: float = MARGIN) -> list[Row]:
+def explain_memory(job: Job) -> list[Row]:
     """Return the lines whose sum is the plan, at its fullest moment, with their formulas, and the margin."""
-    named = _moments(job, model_parts(job, letters_of(job).named()))
-    fullest = max(named, key=lambda moment: moment.num_bytes)
-    spare = Row("for fragmentation", "margin", f"{margin:g} of the rest", margin * fullest.num_bytes, ASSUMED)
+    fullest = _fullest(moments(job, named=True))
+    spare = Row("for fragmentation", "margin", f"{MARGIN:g} of the rest", MARGIN * fullest.num_bytes, ASSUMED)
     return [*fullest.rows, spare]
 
 
-def moments(job: Job) -> list[Moment]:
-    """Return the moments of which one is the fullest."""
-    return _moments(job, model_parts(job, letters_of(job)))
+def moments(job: Job, *, named: bool = False) -> list[Moment]:
+    """Return the moments of which one is the fullest; `named`: with formulas."""
+    letters = Letters(job, named=named)
+    return _moments(job, letters, _model_parts(job, letters))
 
 
-def _moments(job: Job, parts: "ModelParts") -> list[Moment]:
-    step = _Step(job, parts)
+def _fullest(found: Sequence[Moment]) -> Moment:
+    return max(found, key=lambda moment: moment.num_bytes)
+
+
+def _moments(job: Job, letters: Letters, parts: Mapping[str, Part]) -> list[Moment]:
+    step = _Step(job, letters, parts)
     zero = step.zero
     found = [step.loss(), step.moment("reduction", zero.reduction()), step.moment("update", zero.update())]
     first = zero.arriving("embedding", "block 0", is_backward=False)
@@ -153,29 +146,12 @@ def _moments(job: Job, parts: "ModelParts") -> list[Moment]:
     return found
 
 
-class ModelParts(NamedTuple):
-    """Parts of a step's moments that the model takes.
+def _model_parts(job: Job, s: Letters) -> dict[str, Part]:
+    """Return the parts of a step's moments that the model takes, of one layer each.
 
-    inputs   what one layer's attention keeps longest, and with it `products`; the input alone where recomputed
-    experts, dense                  what a forward keeps of these halves of a layer
-    attention_working and the like  what the backward of each adds
+    "input" is what is left of a layer that is computed again, "inputs" what its attention keeps longest, "products"
+    what it keeps besides; "… working" is what the backward of a half of a layer, or of the head, adds.
     """
-
-    s: Letters
-    layer_input: Part
-    inputs: Part
-    products: Part
-    experts: Part
-    dense: Part
-    attention_working: Part
-    experts_working: Part
-    dense_working: Part
-    head_working: Part
-    copies: Part
-
-
-def model_parts(job: Job, s: Letters) -> ModelParts:
-    """Evaluate the lines of a micro-batch: on plain letters to numbers, on named ones to formulas as well."""
     wire = job.wire
     # Kernels for packed documents, a backend for GPUs alone, types that change on the way and a limit to the rows were
     # not in the steps that were measured.
@@ -183,19 +159,18 @@ def model_parts(job: Job, s: Letters) -> ModelParts:
     changed = wire.token_dtype != "auto" or wire.combine_dtype != "auto" or wire.resident_experts
     limited = job.model.get("capacity_factor") is not None
     experts = READ if changed or limited or job.experts_backend == "triton" else MEASURED
-    return ModelParts(
-        s=s,
-        layer_input=_part([Line("layers' inputs", "activations", s.t * s.D * s.b)], basis=MEASURED),
-        inputs=_part(attention_inputs(s), basis=attention),
-        products=_part(attention_products(s), basis=attention),
-        experts=_part(experts_kept(s), basis=experts),
-        dense=_part(dense_kept(s), basis=MEASURED),
-        attention_working=_part(attention_working(s), basis=attention),
-        experts_working=_part(experts_working(s), basis=experts),
-        dense_working=_part(dense_working(s), basis=MEASURED),
-        head_working=_part(head_working(s), basis=MEASURED),
-        copies=_part(_copies(job, s), basis=READ),
-    )
+    return {
+        "input": _part([Line("layers' inputs", "activations", s.t * s.D * s.b)], basis=MEASURED),
+        "inputs": _part(memory_lines.attention_inputs(s), basis=attention),
+        "products": _part(memory_lines.attention_products(s), basis=attention),
+        "experts": _part(memory_lines.experts_kept(s), basis=experts),
+        "dense": _part(memory_lines.dense_kept(s), basis=MEASURED),
+        "attention working": _part(memory_lines.attention_working(s), basis=attention),
+        "experts working": _part(memory_lines.experts_working(s), basis=experts),
+        "dense working": _part(memory_lines.dense_working(s), basis=MEASURED),
+        "head working": _part(memory_lines.head_working(s), basis=MEASURED),
+        "copies": _part(_copies(job, s), basis=READ),
+    }
 
 
 class _Layer(NamedTuple):
@@ -218,12 +193,12 @@ class _Layer(NamedTuple):
 class _Step:
     """Puts a step's moments together from parts."""
 
-    def __init__(self, job: Job, parts: ModelParts) -> None:
+    def __init__(self, job: Job, letters: Letters, parts: Mapping[str, Part]) -> None:
         self.held = rank_parameters(job.sizes, job.layout)
-        self.zero, self._parts, self._recompute = zero_memory(job, parts.s), parts, job.recompute
+        self.zero, self._parts, self._recompute = ZeroMemory(job, letters), parts, job.recompute
         # Buckets beside the backward were not in the steps that were measured.
         self._basis = READ if job.zero.get("overlap_comm") else MEASURED
-        self._lasting = [_part(self.zero.lasting(), basis=self._basis), parts.copies]
+        self._lasting = [_part(self.zero.lasting(), basis=self._basis), parts["copies"]]
         self._numbers = (self.held.layer(is_dense=False), self.held.layer(is_dense=True))
         self._last = _ends(job.sizes)[-1]
 
@@ -235,7 +210,7 @@ class _Step:
     def loss(self) -> Moment:
         """Return the moment when all layers have run forward, and no gradient has been made."""
         lines = [*self.zero.forward(), *self.zero.whole("head", is_backward=False)]
-        return self.moment("loss", lines, *self._kept_up_to(self._last), self._parts.head_working)
+        return self.moment("loss", lines, *self._kept_up_to(self._last), self._parts["head working"])
 
     def backward(self, layer: _Layer) -> list[Moment]:
         """Return the moments of a layer's feed-forward half, its attention, and where ZeRO-3 fetches its weights."""
@@ -243,14 +218,12 @@ class _Step:
         numbers = self._numbers[layer.is_dense]
         done = self.zero.s.P - self._below(layer)
         fetched = zero.whole(layer.module, is_backward=True)
-        kind, half = ("experts", self._parts.experts_working)
-        if layer.is_dense:
-            kind, half = "dense", self._parts.dense_working
-        kept = self._at_work(layer)
-        found = [self.moment(name + kind, [*fetched, *zero.backward(done=done)], *kept, half)]
+        kind = "dense" if layer.is_dense else "experts"
+        kept = [*self._at_work(layer), self._parts[f"{kind} working"]]
+        found = [self.moment(name + kind, [*fetched, *zero.backward(done=done)], *kept)]
         done_below = done + numbers - self.held.attention - self.held.norms
         # What attention works with holds all of this layer that is still there, but for the inputs.
-        left = [*self._at_work(layer, only_inputs=True), self._parts.attention_working]
+        left = [*self._at_work(layer, only_inputs=True), self._parts["attention working"]]
         found.append(self.moment(name + "attention", [*fetched, *zero.backward(done=done_below)], *left))
         arriving = zero.arriving(layer.module, is_backward=True)
         if arriving:
@@ -264,7 +237,7 @@ class _Step:
         own = Line("gradients of the layer", "gradients", zero.s.b * (numbers - self.held.attention))
         made = zero.backward(done=zero.s.P - self._below(layer))
         lines = [*zero.whole(layer.module, is_backward=True), *made, own, *zero.sent()]
-        left = [*self._at_work(layer, only_inputs=True), self._parts.products]
+        left = [*self._at_work(layer, only_inputs=True), self._parts["products"]]
         return self.moment(f"first reduction, layer {layer.number}", lines, *left)
 
     def _below(self, layer: _Layer) -> int:
@@ -275,7 +248,7 @@ class _Step:
     def _kept_up_to(self, layer: _Layer) -> list[Part]:
         """Return what all layers up to this one have left."""
         if self._recompute:
-            return [self._parts.layer_input._replace(times=layer.number)]
+            return [self._parts["input"]._replace(times=layer.number)]
         return self._left(layer.number, layer.num_moe, layer.num_dense)
 
     def _at_work(self, layer: _Layer, *, only_inputs: bool = False) -> list[Part]:
@@ -283,13 +256,12 @@ class _Step:
         if not self._recompute and not only_inputs:
             return self._kept_up_to(layer)
         below = _Layer(layer.is_dense, layer.num_moe - (not layer.is_dense), layer.num_dense - layer.is_dense)
-        own = [self._parts.inputs] if only_inputs else self._left(1, int(not layer.is_dense), int(layer.is_dense))
+        own = [self._parts["inputs"]] if only_inputs else self._left(1, int(not layer.is_dense), int(layer.is_dense))
         return [*self._kept_up_to(below), *own]
 
     def _left(self, layers: int, moe: int, dense: int) -> list[Part]:
-        found = self._parts
-        counts = ((found.inputs, layers), (found.products, layers), (found.experts, moe), (found.dense, dense))
-        return [part if times == 1 else part._replace(times=times) for part, times in counts if times]
+        counts = {"inputs": layers, "products": layers, "experts": moe, "dense": dense}
+        return [self._parts[name]._replace(times=times) for name, times in counts.items() if times]
 
 
 def _part(lines: Lines, *, basis: str) -> Part:

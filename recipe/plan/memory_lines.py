@@ -1,48 +1,18 @@
 """The lines of a memory plan that the model itself takes: what a layer keeps for its backward, and what is short-lived.
 
 Each line is one expression in the letters of `Letters`. On plain numbers it gives bytes; on letters that know their
-names, which `Letters.named` makes, it gives the same bytes and the formula that they were computed by. Only dominant
+names it gives the same bytes and the formula that they were computed by. Only dominant
 terms are counted: a peak is within 10 % of the storages that live in a real step.
 """
 
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from modeling.cost import MATRICES
 from recipe.plan.job import Job
-from recipe.plan.parameters import rank_parameters
-
-LEGEND = {
-    "T": "tokens of a group",
-    "t": "tokens of a rank",
-    "N": "ranks of a group",
-    "D": "hidden size",
-    "h": "query heads of a rank",
-    "g": "key-value heads of a rank",
-    "K": "head size",
-    "E": "experts",
-    "A": "experts per token",
-    "e": "experts that a rank computes",
-    "f": "their width on a rank",
-    "R": "rows of a rank's experts",
-    "w": "width of a dense layer on a rank",
-    "v": "vocabulary of a rank",
-    "c": "tokens whose logits exist at once",
-    "C": "chunks of a transfer",
-    "L": "layers with experts",
-    "b": "bytes of a number",
-    "P": "parameters of a rank of the group",
-    "P_attention": "of a layer's attention",
-    "P_experts": "of a layer's experts",
-    "P_dense": "of a dense layer",
-    "P_largest": "of the largest tensor",
-    "dp": "data-parallel ranks",
-    "M": "numbers of a bucket of gradients",
-}
-
-LETTERS = tuple(letter for letter in LEGEND if letter != "M")  # those of the model
+from recipe.plan.parameters import RankParameters, rank_parameters
 
 
 class Term(float):
@@ -112,9 +82,45 @@ def text_of(number: float) -> str:
     return _text(number)
 
 
-class Letters(NamedTuple):
-    """One rank's share of a micro-batch: the letters of LEGEND, and what decides which lines there are.
+class Letter(NamedTuple):
+    """What a letter stands for, and its value in a micro-batch of a job, given what a rank holds of the model."""
 
+    meaning: str
+    of: Callable[[Job, RankParameters], float]
+
+
+LETTERS: Mapping[str, Letter] = {
+    "T": Letter("tokens of a group", lambda job, _: job.num_tokens),
+    "t": Letter("tokens of a rank", lambda job, _: job.tokens_per_rank),
+    "N": Letter("ranks of a group", lambda job, _: job.layout.tp),
+    "D": Letter("hidden size", lambda job, _: job.sizes.hidden_size),
+    "h": Letter("query heads of a rank", lambda job, _: job.sizes.num_attention_heads // job.layout.tp),
+    "g": Letter("key-value heads of a rank", lambda job, _: max(job.sizes.num_key_value_heads // job.layout.tp, 1)),
+    "K": Letter("head size", lambda job, _: job.sizes.head_dim),
+    "E": Letter("experts", lambda job, _: job.sizes.num_experts),
+    "A": Letter("experts per token", lambda job, _: job.sizes.num_experts_per_tok),
+    "e": Letter("experts that a rank computes", lambda job, _: max(_num_experts(job), 1)),
+    "f": Letter("their width on a rank", lambda job, _: _expert_width(job)),
+    "R": Letter("rows of a rank's experts", lambda job, _: _rows(job)),
+    "w": Letter("width of a dense layer on a rank", lambda job, _: job.sizes.intermediate_size // job.layout.tp),
+    "v": Letter("vocabulary of a rank", lambda job, _: -(-job.sizes.vocab_size // job.layout.tp)),
+    "c": Letter("tokens whose logits exist at once", lambda job, _: _logits_at_once(job)),
+    "C": Letter("chunks of a transfer", lambda job, _: job.num_chunks),
+    "L": Letter("layers with experts", lambda job, _: job.sizes.num_moe_layers),
+    "b": Letter("bytes of a number", lambda job, _: job.element_bytes),
+    "P": Letter("parameters of a rank of the group", lambda job, held: held.total(job.sizes)),
+    "P_attention": Letter("of a layer's attention", lambda _, held: held.attention),
+    "P_experts": Letter("of a layer's experts", lambda _, held: held.experts),
+    "P_dense": Letter("of a dense layer", lambda _, held: held.dense),
+    "P_largest": Letter("of the largest tensor", lambda _, held: held.largest),
+    "dp": Letter("data-parallel ranks", lambda job, _: job.layout.dp),
+}
+
+
+class Letters:
+    """One rank's share of a micro-batch: the letters of LETTERS as attributes, and what decides which lines there are.
+
+    values  of the letters; the attributes are `Term`s that know their names where `named`
     extra   4 where float32 copies of b=2 numbers are made, else 0
     gloo    a reduce-scatter on a CPU, which needs a second buffer and sums in float32
     keeps   gathered tokens wait for the backward
@@ -123,45 +129,26 @@ class Letters(NamedTuple):
     joins   documents are attended to one by one, and their outputs joined
     """
 
-    T: float
-    t: float
-    N: float
-    D: float
-    h: float
-    g: float
-    K: float
-    E: float
-    A: float
-    e: float
-    f: float
-    R: float
-    w: float
-    v: float
-    c: float
-    C: float
-    L: float
-    b: float
-    P: float
-    P_attention: float
-    P_experts: float
-    P_dense: float
-    P_largest: float
-    dp: float
-    extra: int
-    gloo: bool
-    keeps: bool
-    regather: bool
-    static: bool
-    again: bool
-    joins: bool
-    clips: bool
-    strategy: str
-    qk_norm: str
+    def __init__(self, job: Job, *, named: bool = False) -> None:
+        held, tp = rank_parameters(job.sizes, job.layout), job.layout.tp
+        self.values = {letter: found.of(job, held) for letter, found in LETTERS.items()}
+        self.named, self.strategy, self.qk_norm = named, job.group_strategy, job.sizes.qk_norm
+        self.extra = 4 if job.element_bytes < 4 else 0
+        self.gloo, self.joins = job.device == "cpu", job.is_packed and job.device == "cpu"
+        self.regather, self.keeps = job.wire.regather, tp > 1 and not job.wire.regather
+        self.static, self.clips = job.static_rows, job.model.get("clip_qkv") is not None
+        slices = _num_experts(job) < job.sizes.num_experts
+        self.again = job.static_rows and tp > 1 and self.strategy == "gather_tokens" and slices
+        for letter, value in self.values.items():
+            setattr(self, letter, self.term(value, letter))
 
-    def named(self) -> "Letters":
-        """Return the same with letters that know their names."""
-        letters: dict[str, Any] = {letter: Term(getattr(self, letter), letter) for letter in LETTERS}
-        return self._replace(**letters)
+    def __getattr__(self, letter: str) -> float:
+        """Tell type checkers that letters are numbers; other names are none."""
+        raise AttributeError(letter)
+
+    def term(self, number: float, name: str) -> float:
+        """Return a number that knows this name where the letters do."""
+        return Term(number, name) if self.named else number
 
 
 class Line(NamedTuple):
@@ -175,58 +162,27 @@ class Line(NamedTuple):
 Lines = list[Line]
 
 
-def letters_of(job: Job) -> Letters:
-    """Return the letters of a micro-batch of this job."""
-    sizes, layout, tp = job.sizes, job.layout, job.layout.tp
-    held, strategy, tokens = rank_parameters(sizes, layout), job.group_strategy, job.num_tokens
-    borrows = strategy == "gather_weights"
-    experts = sizes.num_experts if borrows else sizes.num_experts // layout.ep
-    return Letters(
-        T=tokens,
-        t=job.tokens_per_rank,
-        N=tp,
-        D=sizes.hidden_size,
-        h=sizes.num_attention_heads // tp,
-        g=max(sizes.num_key_value_heads // tp, 1),
-        K=sizes.head_dim,
-        E=sizes.num_experts,
-        A=sizes.num_experts_per_tok,
-        e=max(experts, 1),
-        f=sizes.moe_intermediate_size // (1 if borrows else layout.etp),
-        R=_rows(job, num_experts=experts),
-        w=sizes.intermediate_size // tp,
-        v=-(-sizes.vocab_size // tp),
-        c=min(-(-tokens // job.num_chunks), job.head_rows),
-        C=job.num_chunks,
-        L=sizes.num_moe_layers,
-        b=job.element_bytes,
-        P=held.total(sizes),
-        P_attention=held.attention,
-        P_experts=held.experts,
-        P_dense=held.dense,
-        P_largest=held.largest,
-        dp=layout.dp,
-        extra=4 if job.element_bytes < 4 else 0,
-        gloo=job.device == "cpu",
-        keeps=tp > 1 and not job.wire.regather,
-        regather=job.wire.regather,
-        static=job.static_rows,
-        again=job.static_rows and tp > 1 and strategy == "gather_tokens" and experts < sizes.num_experts,
-        joins=job.is_packed and job.device == "cpu",
-        clips=job.model.get("clip_qkv") is not None,
-        strategy=strategy,
-        qk_norm=sizes.qk_norm,
-    )
+def _num_experts(job: Job) -> int:
+    """Return the experts that a rank computes."""
+    return job.sizes.num_experts // (1 if job.group_strategy == "gather_weights" else job.layout.ep)
 
 
-def _rows(job: Job, *, num_experts: int) -> float:
+def _expert_width(job: Job) -> int:
+    return job.sizes.moe_intermediate_size // (1 if job.group_strategy == "gather_weights" else job.layout.etp)
+
+
+def _logits_at_once(job: Job) -> int:
+    return min(-(-job.num_tokens // job.num_chunks), job.head_rows)
+
+
+def _rows(job: Job) -> float:
     """Return the rows of the busiest rank, or the most that could come; slices of every expert are equally busy."""
     active, layout = job.sizes.num_experts_per_tok, job.layout
     if layout.tp == 1 or job.group_strategy == "gather_weights":
         return job.tokens_per_rank * active
     if job.group_strategy == "all_to_all" or not job.static_rows:
         return job.num_tokens * active / layout.ep * (job.rho if layout.ep > 1 else 1)
-    return job.num_tokens * min(active, num_experts)
+    return job.num_tokens * min(active, _num_experts(job))
 
 
 def attention_inputs(s: Letters) -> Lines:

@@ -1,33 +1,19 @@
 """How long an optimizer step takes on the slowest rank, by what the time is spent on.
 
-A part computes for the greater of operations over their rate and bytes over the memory's bandwidth; a collective takes
-alpha times the steps of a ring plus bytes over bandwidth; what overlaps follows the order of the code (overlap.py).
+A part computes for the greater of operations over their rate and bytes over the memory's bandwidth (compute_time.py);
+transfers are as long as their links make them, and what of them overlaps follows the code's order (transfer_time.py).
 MFU counts causal attention once (half of the score square), as recipe/shared/flops.py does.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
-from recipe.plan.compute_time import (
-    Both,
-    attention_times,
-    dense_times,
-    expert_times,
-    head_times,
-    num_launches,
-    other_times,
-    router_times,
-    update_time,
-)
-from recipe.plan.hardware_values import Hardware
+from recipe.plan import compute_time, transfer_time
+from recipe.plan.compute_time import LayerTimes, Rates
+from recipe.plan.hardware import Hardware
 from recipe.plan.job import Job
-from recipe.plan.overlap import (
-    LayerTimes,
-    exposed_shares,
-    hidden_seconds,
-)
-from recipe.plan.rates import Rates
 from recipe.plan.traffic import planned_traffic, ring_bytes
-from recipe.plan.wire_time import Ring, WireTime, busy_share, call_seconds, ring_of, wire_times
+from recipe.plan.transfer_time import Ring, WireTime
 from recipe.shared.flops import model_flops_per_token
 
 
@@ -73,7 +59,7 @@ class TimeModel:
         self._per_node = hardware.ranks_per_node if ranks_per_node is None else ranks_per_node
         if self._per_node < 1:
             raise ValueError(f"ranks_per_node={ranks_per_node} must be at least 1")
-        self._rates: dict[str, Rates] = {}
+        self._rates = cache(lambda precision: Rates(hardware, precision=precision))
         self._layers: dict[Any, LayerTimes] = {}
 
     def predict(self, job: Job) -> TimePlan:
@@ -83,21 +69,23 @@ class TimeModel:
         many ranks on a node, or has no link that the layout needs.
         """
         self._check(job)
-        layer, sizes, times, recompute = self._layer_times(job), job.sizes, job.accumulation, job.recompute
+        layer, sizes, times, again = self._layer_times(job), job.sizes, job.accumulation, job.recompute
         moe, dense = times * sizes.num_moe_layers, times * len(sizes.dense_layers)
-        wires = wire_times(planned_traffic(job), job, hardware=self._hardware, ranks_per_node=self._per_node)
+        wires = transfer_time.wire_times(
+            planned_traffic(job), job, hardware=self._hardware, ranks_per_node=self._per_node
+        )
         group = [wire for wire in wires if wire.sent.axis in ("group", "kv")]
         group_s = sum(wire.seconds for wire in group)
         exposed_s = self._exposed_s(job, group, layer=layer)
         beside_s = self._hidden_zero_s(job, layer=layer)
         plan = TimePlan(
-            attention_s=times * sizes.num_hidden_layers * layer.attention.total(recompute=recompute),
-            experts_s=moe * layer.experts.total(recompute=recompute),
-            router_s=moe * layer.router.total(recompute=recompute),
-            dense_s=dense * layer.dense.total(recompute=recompute),
+            attention_s=times * sizes.num_hidden_layers * layer.attention.total(recompute=again),
+            experts_s=moe * layer.experts.total(recompute=again),
+            router_s=moe * layer.router.total(recompute=again),
+            dense_s=dense * layer.dense.total(recompute=again),
             head_s=times * layer.head.total(recompute=False),
             other_s=times * layer.other.total(recompute=False),
-            optimizer_s=update_time(job, self._rates_in("fp32")),
+            optimizer_s=compute_time.update_time(job, self._rates("fp32")),
             communication_s=exposed_s,
             data_parallel_s=sum(wire.seconds for wire in wires) - group_s - beside_s,
             launch_s=0.0,
@@ -116,32 +104,18 @@ class TimeModel:
                 f"would share its cores; measure again with `gather-moe probe --ranks {together}`"
             )
 
-    def _rates_in(self, precision: str) -> Rates:
-        if precision not in self._rates:
-            self._rates[precision] = Rates(self._hardware, precision=precision)
-        return self._rates[precision]
-
     def _layer_times(self, job: Job) -> LayerTimes:
-        """Return what one layer of each kind computes, and what is around the layers, in one micro-batch."""
-        sizes, key = job.sizes, job.micro_batch_key
+        key = job.micro_batch_key
         if key not in self._layers:
-            rates, exact = self._rates_in(job.precision), self._rates_in("fp32")
-            has_experts = sizes.num_moe_layers > 0
-            self._layers[key] = LayerTimes(
-                attention=attention_times(job, rates),
-                router=router_times(job, exact) if has_experts else Both.none(),
-                experts=expert_times(job, rates) if has_experts else Both.none(),
-                dense=dense_times(job, rates) if sizes.dense_layers else Both.none(),
-                head=head_times(job, rates),
-                other=other_times(job, rates),
-            )
+            rates, exact = self._rates(job.precision), self._rates("fp32")
+            self._layers[key] = compute_time.layer_times(job, rates, exact=exact)
         return self._layers[key]
 
     def _exposed_s(self, job: Job, group: list[WireTime], *, layer: LayerTimes) -> float:
         """Return the seconds of the group's transfers that a rank waits for or is kept busy by."""
         calls = {(w.sent.purpose, w.sent.op): w.seconds / w.sent.num_calls for w in group if w.sent.axis == "group"}
-        busy = busy_share(self._ring("group", job), hardware=self._hardware)
-        shares = exposed_shares(job, layer=layer, calls=calls, busy=busy)
+        busy = transfer_time.busy_share(self._ring("group", job), hardware=self._hardware)
+        shares = transfer_time.exposed_shares(job, layer=layer, calls=calls, busy=busy)
 
         def share(axis: str, op: str, purpose: str) -> float:
             """Return 1 for what is waited for where it is started: sums, and what twins of key-value heads send."""
@@ -155,19 +129,21 @@ class TimeModel:
 
         def call_s(op: str, num_bytes: float) -> float:
             sent_bytes = ring_bytes(op, num_bytes, size=ring.num_ranks)
-            return call_seconds(op, sent_bytes, ring=ring, hardware=self._hardware)
+            return transfer_time.call_seconds(op, sent_bytes, ring=ring, hardware=self._hardware)
 
-        return hidden_seconds(job, layer=layer, busy=busy_share(ring, hardware=self._hardware), call_s=call_s)
+        return transfer_time.hidden_seconds(
+            job, layer=layer, busy=transfer_time.busy_share(ring, hardware=self._hardware), call_s=call_s
+        )
 
     def _ring(self, axis: str, job: Job) -> Ring:
-        return ring_of(axis, job, ranks_per_node=self._per_node)
+        return transfer_time.ring_of(axis, job, ranks_per_node=self._per_node)
 
     def _launching(self, job: Job, plan: TimePlan) -> float:
         """Return what the host needs beyond the device's own time; a CPU is its own host, whose times hold it."""
         if job.device == "cpu" or job.cuda_graph:
             return 0.0
         device_s = plan.step_s - plan.optimizer_s - plan.data_parallel_s
-        return max(0.0, num_launches(job) * self._hardware.launch_s - device_s)
+        return max(0.0, compute_time.num_launches(job) * self._hardware.launch_s - device_s)
 
 
 def mfu(job: Job, step_s: float, hardware: Hardware) -> float:

@@ -14,6 +14,7 @@ from modeling.spec import LossSpec, ModelSizes
 from recipe.plan.job import Job
 from recipe.plan.parameters import held_modules
 from recipe.plan.zero3 import PLAIN_BUCKET, Thresholds, Weights, zero3_weights, zero_number
+from recipe.settings.resolve import BUCKET_KEY
 
 WIDE_BYTES = 4  # of float32: statistics, losses, sums of replicated parameters' gradients
 SUM_BYTES = 4  # ZeRO's gradients travel in float32, in either precision
@@ -22,8 +23,7 @@ ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef")
 
 # What changes the bytes in a way that nothing here knows.
 NO_FORMULA = (
-    *("offload_optimizer", "offload_param", "round_robin_gradients"),
-    *("stage3_use_all_reduce_for_fetch_params",),
+    *("offload_optimizer", "offload_param", "round_robin_gradients", "stage3_use_all_reduce_for_fetch_params"),
     *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights"),
     *("zero_quantized_gradients", "mics_shard_size"),
 )
@@ -43,6 +43,9 @@ class Sent(NamedTuple):
     purpose: str
     num_calls: int
     sent_bytes: float
+
+    def times(self, number: int) -> "Sent":
+        return self._replace(num_calls=number * self.num_calls, sent_bytes=number * self.sent_bytes)
 
 
 def ring_bytes(op: str, num_bytes: float, *, size: int) -> float:
@@ -72,20 +75,17 @@ def planned_traffic(job: Job) -> tuple[Sent, ...]:
     Raises ValueError for options of the "zero_optimization" block that have no formula.
     """
     _check_options(job)
-    times = job.accumulation
-    micro_batches = (
-        Sent(axis, op, purpose, times * num_calls, times * sent_bytes)
-        for axis, op, purpose, num_calls, sent_bytes in _micro_batch(job)
-    )
+    micro_batches = (row.times(job.accumulation) for row in _micro_batch(job))
     return add_up([*micro_batches, *_engine(job), *_zero(job)])
 
 
 def _micro_batch(job: Job) -> Iterator[Sent]:
     """Yield what the model sends: forward, backward, and forward again where blocks are recomputed."""
-    yield from _balance_over_groups(job)
+    if job.model.get("balance_scope") == "global_batch":
+        yield from _choices_of_all_groups(job, "statistics")
     if job.layout.tp == 1:
         return
-    sizes = job.sizes
+    sizes, forwards = job.sizes, 2 if job.recompute else 1
     tokens_bytes = job.num_tokens * sizes.hidden_size * job.element_bytes  # T D numbers
     # Each rank looks up its part of the vocabulary, zeros for the rest: summed, each keeps its tokens.
     yield _sent(job, "reduce_scatter", "embedding", num_bytes=tokens_bytes)
@@ -93,18 +93,18 @@ def _micro_batch(job: Job) -> Iterator[Sent]:
     for purpose, layers in (("attention", sizes.num_hidden_layers), ("dense", len(sizes.dense_layers))):
         if layers:
             # Gathered before the first products, sums scattered after the last; backward the other way round.
-            forwards, calls = _forwards(job), job.num_chunks
+            calls = job.num_chunks
             gathers = layers * (forwards + 1 + job.wire.regather)
             yield _sent(job, "all_gather", purpose, num_bytes=tokens_bytes, num_calls=calls, times=gathers)
             scatters = layers * (forwards + 1)
             yield _sent(job, "reduce_scatter", purpose, num_bytes=tokens_bytes, num_calls=calls, times=scatters)
     if sizes.qk_norm == "full":  # two sums of squares per token, forward, and their gradients
-        times = sizes.num_hidden_layers * (_forwards(job) + 1)
+        times = sizes.num_hidden_layers * (forwards + 1)
         yield _sent(job, "all_reduce", "qk_norm", num_bytes=2 * job.num_tokens * WIDE_BYTES, times=times)
     yield from _replicated(job)
     yield from _head(job, tokens_bytes=tokens_bytes)
     if sizes.num_moe_layers:
-        yield from _experts(job)
+        yield from _experts(job, forwards=forwards)
         # Per layer and sequence two numbers per expert and three more, all layers in one sum.
         numbers = sizes.num_moe_layers * job.num_sequences * (2 * sizes.num_experts + 3)
         yield _sent(job, "all_reduce", "statistics", num_bytes=numbers * WIDE_BYTES)
@@ -113,19 +113,6 @@ def _micro_batch(job: Job) -> Iterator[Sent]:
 def _sent(job: Job, op: str, purpose: str, *, num_bytes: float, num_calls: int = 1, times: int = 1) -> Sent:
     """Return `times` whole tensors of `num_bytes` over the group, each in `num_calls`."""
     return Sent("group", op, purpose, times * num_calls, times * ring_bytes(op, num_bytes, size=job.layout.tp))
-
-
-def _forwards(job: Job) -> int:
-    """Return how often a block's forward is computed."""
-    return 2 if job.recompute else 1
-
-
-def _balance_over_groups(job: Job) -> Iterator[Sent]:
-    """Yield the choices of all groups, in float64, where load is balanced over the global batch."""
-    sizes, dp = job.sizes, job.layout.dp
-    if job.model.get("balance_scope") == "global_batch" and dp > 1 and sizes.num_moe_layers:
-        num_bytes = 8 * sizes.num_moe_layers * sizes.num_experts
-        yield Sent("dp", "all_reduce", "statistics", 1, ring_bytes("all_reduce", num_bytes, size=dp))
 
 
 def _replicated(job: Job) -> Iterator[Sent]:
@@ -155,9 +142,9 @@ def _head(job: Job, *, tokens_bytes: int) -> Iterator[Sent]:
     yield Sent("group", "all_reduce", "head", 2 * slices, sent_bytes)
 
 
-def _experts(job: Job) -> Iterator[Sent]:
+def _experts(job: Job, *, forwards: int) -> Iterator[Sent]:
     """Yield tokens, weights or rows, and the routing; counts of choices with a capacity; gradients of copies."""
-    sizes, strategy, forwards = job.sizes, job.moe_strategy, _forwards(job)
+    sizes, strategy = job.sizes, job.moe_strategy
     chunks = job.num_chunks if strategy == "gather_tokens" else 1
     for transfer in job.moe_traffic.transfers(strategy):
         times = sizes.num_moe_layers * (1 if transfer.is_backward else forwards)
@@ -182,15 +169,22 @@ def _engine(job: Job) -> Iterator[Sent]:
     layout, sizes = job.layout, job.sizes
     if layout.dp > 1:
         yield Sent("dp", "all_reduce", "counts", 1, ring_bytes("all_reduce", 2 * 8, size=layout.dp))
-        if job.model.get("balance_bias_update_rate") and sizes.num_moe_layers:
-            num_bytes = 8 * sizes.num_moe_layers * sizes.num_experts
-            yield Sent("dp", "all_reduce", "router_bias", 1, ring_bytes("all_reduce", num_bytes, size=layout.dp))
+        if job.model.get("balance_bias_update_rate"):
+            yield from _choices_of_all_groups(job, "router_bias")
     if layout.tp > 1:
         if job.zero_stage == 0:
             yield Sent("group", "all_reduce", "norm", 1, ring_bytes("all_reduce", 8, size=layout.tp))
         if job.wire.resident_experts:
             # What comes into every layer's slots, which is as much as goes from a rank to others on average.
             yield Sent("group", "all_to_all", "copies", 2 * sizes.num_moe_layers, _copy_bytes(job))
+
+
+def _choices_of_all_groups(job: Job, purpose: str) -> Iterator[Sent]:
+    """Yield the sum over all groups of how often each expert was chosen, in float64."""
+    sizes, dp = job.sizes, job.layout.dp
+    if dp > 1 and sizes.num_moe_layers:
+        num_bytes = 8 * sizes.num_moe_layers * sizes.num_experts
+        yield Sent("dp", "all_reduce", purpose, 1, ring_bytes("all_reduce", num_bytes, size=dp))
 
 
 def weights_of(job: Job) -> Weights:
@@ -225,11 +219,9 @@ def _zero(job: Job) -> Iterator[Sent]:
         if calls:
             sent_bytes = ring_bytes("all_gather", job.element_bytes * numbers, size=dp)
             yield Sent("dp", "all_gather", "zero", calls, sent_bytes)
-        sums = _gradient_sums(job)
-        yield sums._replace(num_calls=times * sums.num_calls, sent_bytes=times * sums.sent_bytes)
+        yield _gradient_sums(job).times(times)
     elif dp > 1:
-        sums, times = _gradient_sums(job), times if stage == 2 else 1
-        yield sums._replace(num_calls=times * sums.num_calls, sent_bytes=times * sums.sent_bytes)
+        yield _gradient_sums(job).times(times if stage == 2 else 1)
         if stage:
             padded = _padded_groups(job)
             sent_bytes = ring_bytes("all_gather", job.element_bytes * sum(padded), size=dp)
@@ -239,7 +231,7 @@ def _zero(job: Job) -> Iterator[Sent]:
 
 def _gradient_sums(job: Job) -> Sent:
     """Return ZeRO's sums of gradients over dp: of one micro-batch for stages 2 and 3, of the whole step below."""
-    stage, bucket = job.zero_stage, zero_number(job.zero, "reduce_bucket_size")
+    stage, bucket = job.zero_stage, zero_number(job.zero, BUCKET_KEY)
     if stage == 3:
         op, (calls, numbers) = "reduce_scatter", _scattered(job.sizes, job.layout, bucket)
     elif stage == 1 and job.precision != "fp32":

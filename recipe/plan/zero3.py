@@ -103,14 +103,10 @@ def zero3_weights(
 ) -> Weights:
     """Summarise a micro-batch's fetches; `num_outputs` and `accumulates` as in `fetches_of_a_micro_batch`."""
     modules = {module.name: module for module in held_modules(sizes, layout)}
-    padded = {
-        name: -(-number // layout.dp) * layout.dp
-        for module in modules.values()
-        for name, number in module.parameters.items()
-    }
-    fetches = fetches_of_a_micro_batch(
-        tuple(modules.values()), thresholds, num_outputs=num_outputs, accumulates=accumulates
-    )
+    numbers = {name: number for module in modules.values() for name, number in module.parameters.items()}
+    padded = {name: -(-number // layout.dp) * layout.dp for name, number in numbers.items()}
+    parts = tuple(modules.values())
+    fetches = fetches_of_a_micro_batch(parts, thresholds, num_outputs=num_outputs, accumulates=accumulates)
     turn = next(i for i, fetch in enumerate(fetches) if i and fetch.module == ROOT)
     at_work: dict[tuple[str, bool], int] = {}
     arriving: dict[tuple[str, bool], int] = {}
@@ -129,7 +125,7 @@ def zero3_weights(
         asked_again = i + 1 < len(fetches) and fetches[i + 1].module == fetch.module and i + 1 != turn
         missing, ahead = (sum([padded[name] for name in names]) for names in (fetch.missing, fetch.ahead))
         steps.append(Step(missing, ahead, waits_for, None if asked_again else module, i >= turn))
-    kept = persistent(tuple(modules.values()), thresholds)
+    kept = persistent(parts, thresholds)
     return Weights(
         steps=tuple(steps),
         num_gathers=len(gathers_of(fetches)),

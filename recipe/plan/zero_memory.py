@@ -5,16 +5,16 @@ letters are those of `Letters`: a rank of a group holds P numbers, in buckets of
 """
 
 from math import ceil
-from typing import NamedTuple
 
 from recipe.plan.job import Job
-from recipe.plan.memory_lines import Letters, Line, Lines, Term
+from recipe.plan.memory_lines import Letters, Line, Lines
 from recipe.plan.traffic import weights_of
-from recipe.plan.zero3 import PLAIN_BUCKET, Weights, zero_number
+from recipe.plan.zero3 import PLAIN_BUCKET, zero_number
+from recipe.settings.resolve import BUCKET_KEY
 
 
-class ZeroMemory(NamedTuple):
-    """The states of one rank under one stage.
+class ZeroMemory:
+    """The states of one rank under one stage; `job.zero` is the engine's block, its sizes as numbers.
 
     bucket       M
     num_buckets  two where one is filled while the other is summed
@@ -23,15 +23,14 @@ class ZeroMemory(NamedTuple):
     filled       numbers that are reduced at once
     """
 
-    s: Letters
-    stage: int
-    accumulates: bool
-    bucket: float
-    num_buckets: int
-    sub_group: int
-    weights: Weights | None
-    part: float
-    filled: float
+    def __init__(self, job: Job, s: Letters) -> None:
+        self.s, self.stage, self.accumulates = s, job.zero_stage, job.accumulation > 1
+        self.bucket = s.term(zero_number(job.zero, BUCKET_KEY), "M")
+        self.num_buckets = 2 if job.zero.get("overlap_comm", False) and self.stage in (1, 2) else 1
+        self.sub_group = zero_number(job.zero, "sub_group_size")
+        self.weights = weights_of(job) if self.stage == 3 and job.layout.dp > 1 else None
+        self.part = ceil(s.P / s.dp)
+        self.filled = min(s.P, max(self.bucket, s.P_largest))
 
     @property
     def is_bf16_optimizer(self) -> bool:
@@ -52,7 +51,7 @@ class ZeroMemory(NamedTuple):
             lines.append(Line("float32 gradients", "gradients", 4 * part))
             lines.append(Line("reduce bucket", "buffers", 4 * self.bucket))
         if self.weights is not None:
-            unparted = Term(self.weights.unparted, "P_unparted") if isinstance(s.b, Term) else self.weights.unparted
+            unparted = s.term(self.weights.unparted, "P_unparted")
             lines.append(Line("small weights, never parted", "gathered", unparted * s.b))
         return lines
 
@@ -79,7 +78,7 @@ class ZeroMemory(NamedTuple):
         """Return ZeRO-3's whole weights while a module is at work, by its name in `held_modules`."""
         if self.weights is None:
             return []
-        number = self._fetched(self.weights.at_work[module, is_backward], "P_fetched")
+        number = self.s.term(self.weights.at_work[module, is_backward], "P_fetched")
         return [Line("weights of the module, of those kept and those fetched ahead", "gathered", number * self.s.b)]
 
     def arriving(self, *modules: str, is_backward: bool) -> Lines:
@@ -87,7 +86,7 @@ class ZeroMemory(NamedTuple):
         number = 0 if self.weights is None else max(self.weights.arriving[name, is_backward] for name in modules)
         if not number:
             return []
-        number_of = self._fetched(number, "P_arriving")
+        number_of = self.s.term(number, "P_arriving")
         return [Line("whole weights, and again as they arrive", "gathered", number_of * self.s.b)]
 
     def sent(self) -> Lines:
@@ -143,23 +142,3 @@ class ZeroMemory(NamedTuple):
 
     def _wide_bucket(self) -> Lines:
         return [self._bucket(4)] if self.stage == 1 and not self.is_bf16_optimizer else []
-
-    def _fetched(self, number: int, name: str) -> float:
-        return Term(number, name) if isinstance(self.s.b, Term) else number
-
-
-def zero_memory(job: Job, s: Letters) -> ZeroMemory:
-    """Return the states of a rank; `job.zero` is the engine's block, its sizes as numbers."""
-    stage, bucket = job.zero_stage, zero_number(job.zero, "reduce_bucket_size")
-    bucket_size = Term(bucket, "M") if isinstance(s.b, Term) else bucket
-    return ZeroMemory(
-        s=s,
-        stage=stage,
-        accumulates=job.accumulation > 1,
-        bucket=bucket_size,
-        num_buckets=2 if job.zero.get("overlap_comm", False) and stage in (1, 2) else 1,
-        sub_group=zero_number(job.zero, "sub_group_size"),
-        weights=weights_of(job) if stage == 3 and job.layout.dp > 1 else None,
-        part=ceil(s.P / s.dp),
-        filled=min(s.P, max(bucket_size, s.P_largest)),
-    )

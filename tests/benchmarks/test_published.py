@@ -8,7 +8,7 @@ from published import describe_published, described_time, published_table
 from published_points import DEEPSPEED_1, MEGATRON, Description, System, published_points
 
 from recipe.plan.hardware import find_hardware
-from recipe.plan.wire_time import Ring, call_seconds
+from recipe.plan.transfer_time import Ring, call_seconds
 
 
 def test_every_error_is_shown_and_what_it_is_of() -> None:

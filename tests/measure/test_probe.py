@@ -23,10 +23,8 @@ from recipe.measure.command import COMMANDS
 from recipe.measure.probe import Links, _capability, _hardware
 from recipe.measure.products import MAKERS, Random, _product, measure_attention, measure_products
 from recipe.measure.timing import PASS_BYTES, Sizes, Timing, by_case, sizes_for
-from recipe.plan.hardware import find_hardware
-from recipe.plan.hardware_values import Link, Measured
-from recipe.plan.rates import PASSES
-from recipe.plan.wire_time import STEPS
+from recipe.plan.hardware import PASSES, Link, Measured, find_hardware
+from recipe.plan.transfer_time import STEPS
 from recipe.shared.ranks import OneRank, TorchRanks
 from tests.ranks import run_ranks
 

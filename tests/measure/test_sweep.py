@@ -12,8 +12,7 @@ from recipe.cli import main
 from recipe.measure import sweep
 from recipe.measure.sweep import Entry, Outcome, Row, Setting, entries_of, run_name, run_plan, run_sweep, table
 from recipe.plan.hardware import find_hardware
-from recipe.plan.search import search_plans
-from recipe.plan.space import PlanRequest
+from recipe.plan.search import PlanRequest, search_plans
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model
 from tests.training import write_inputs

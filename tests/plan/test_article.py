@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from recipe.plan.explain import against
 from recipe.plan.hardware import find_hardware
-from recipe.plan.search import Found, search_plans
-from recipe.plan.space import PlanRequest
+from recipe.plan.report import against
+from recipe.plan.search import Found, PlanRequest, search_plans
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model, sizes_of
 from recipe.settings.presets import PRESETS
@@ -28,11 +27,8 @@ def planned(*, ranks_per_node: int, sequences_per_step: int = THEIR_BATCH) -> Fo
         sequences_per_step=sequences_per_step,
         precision="bf16",
     )
-    assert (request.sizes.hidden_size, request.sizes.num_experts, request.sizes.moe_intermediate_size) == (
-        1024,
-        8,
-        4096,
-    )
+    sizes = request.sizes
+    assert (sizes.hidden_size, sizes.num_experts, sizes.moe_intermediate_size) == (1024, 8, 4096)
     return search_plans(request)
 
 

@@ -18,7 +18,7 @@ from modeling.model import GatherMoeForCausalLM
 from modeling.spec import layer_shapes, outer_shapes
 from recipe.plan.job import Job
 from recipe.plan.memory import ASSUMED, KINDS, MEASURED, READ, explain_memory, predict_memory
-from recipe.plan.memory_lines import letters_of
+from recipe.plan.memory_lines import Letters
 from recipe.plan.parameters import rank_parameters
 from recipe.plan.traffic import flat_groups, weights_of
 from recipe.plan.zero3 import DEFAULTS, PLAIN_BUCKET
@@ -29,17 +29,9 @@ from tests.traffic_jobs import WIRE, small_job
 
 
 def job(*, layout: ParallelLayout | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Job:
-    values: dict[str, Any] = {
-        "model": {**TINY, **(model or {})},
-        "layout": layout or ParallelLayout(tp=2, ep=2),
-        "num_sequences": 4,
-        "block_size": 64,
-        "experts_backend": "grouped",
-        "zero": {"stage": 2, "reduce_bucket_size": 1024},
-        "precision": "bf16",
-        "device": "cuda",
-    }
-    return replace(small_job(), **(values | changes))
+    run = {"experts_backend": "grouped", "precision": "bf16", "device": "cuda", "num_sequences": 4, "block_size": 64}
+    run |= {"model": {**TINY, **(model or {})}, "layout": layout or ParallelLayout(tp=2, ep=2)}
+    return replace(small_job(zero={"stage": 2, "reduce_bucket_size": 1024}), **(run | changes))
 
 
 def meta_model(config: GatherMoeConfig, layout: ParallelLayout) -> Any:
@@ -56,10 +48,8 @@ def meta_model(config: GatherMoeConfig, layout: ParallelLayout) -> Any:
 def test_total_and_active_parameters_of_tiny() -> None:
     counts = count_parameters(sizes_of(TINY))
     assert (counts.total, counts.active) == (34_336, 22_048)
-    alone = ParallelLayout()
-    model = meta_model(tiny_config(), alone)
-    assert rank_parameters(sizes_of(TINY), alone).total(sizes_of(TINY)) == counts.total
-    assert sum(p.numel() for p in model.parameters()) == counts.total
+    assert rank_parameters(sizes_of(TINY), ParallelLayout()).total(sizes_of(TINY)) == counts.total
+    assert sum(p.numel() for p in meta_model(tiny_config(), ParallelLayout()).parameters()) == counts.total
 
 
 @pytest.mark.requirement("R-PLAN-01")
@@ -98,10 +88,12 @@ def test_memory_is_monotone(changes: list[dict[str, Any]], layout: ParallelLayou
 
 
 def test_a_busier_rank_needs_more_where_experts_are_whole() -> None:
-    jobs = [job(rho=rho, experts_backend="loop") for rho in (1.0, 1.5)]
-    assert predict_memory(jobs[0]).peak_bytes < predict_memory(jobs[1]).peak_bytes
-    sliced = [replace(part, layout=ParallelLayout(tp=2)) for part in jobs]
-    assert predict_memory(sliced[0]) == predict_memory(sliced[1])
+    whole, sliced = (
+        [predict_memory(job(rho=rho, experts_backend="loop", layout=layout)) for rho in (1.0, 1.5)]
+        for layout in (ParallelLayout(tp=2, ep=2), ParallelLayout(tp=2))
+    )
+    assert whole[0].peak_bytes < whole[1].peak_bytes
+    assert sliced[0] == sliced[1]
 
 
 @pytest.mark.requirement("R-PLAN-02")
@@ -134,7 +126,7 @@ def test_a_printed_formula_gives_its_own_number(changes: dict[str, Any]) -> None
     """Read as products of what stands side by side, with the values of the letters."""
     one = job(**changes)
     weights = weights_of(one)
-    values: dict[str, Any] = {**letters_of(one)._asdict(), "M": one.zero["reduce_bucket_size"], "ceil": math.ceil}
+    values: dict[str, Any] = {**Letters(one).values, "M": one.zero["reduce_bucket_size"], "ceil": math.ceil}
     fetched = {*weights.at_work.values()}, {*weights.arriving.values()}
     for row in explain_memory(one)[:-1]:
         product = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", row.formula.replace(" x ", " * "))
@@ -201,9 +193,9 @@ def test_defaults_are_deepspeeds() -> None:
 
 
 def test_the_margin_is_a_share_of_the_rest_and_is_said() -> None:
-    plan, last = predict_memory(job(), margin=0.25), explain_memory(job(), margin=0.25)[-1]
-    assert plan.total_bytes - plan.peak_bytes == plan.margin == int(0.25 * plan.peak_bytes)
-    assert (last.kind, last.formula, last.basis) == ("margin", "0.25 of the rest", ASSUMED)
+    plan, last = predict_memory(job()), explain_memory(job())[-1]
+    assert plan.total_bytes - plan.peak_bytes == plan.margin == int(0.08 * plan.peak_bytes)
+    assert (last.kind, last.formula, last.basis) == ("margin", "0.08 of the rest", ASSUMED)
 
 
 def test_the_fullest_moment_moves_from_the_activations_to_the_optimizer() -> None:

@@ -25,16 +25,8 @@ from tests.engine_runs import Case
 from tests.ranks import run_ranks
 from tests.referee import Training, random_batch, split_options, tiny_config
 
-MODEL = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "num_experts": 8,
-    "moe_intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-}
+MODEL = {"vocab_size": 512, "hidden_size": 128, "num_experts": 8, "moe_intermediate_size": 128}
+MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
 BOUND = 0.08  # of what the plan and the storages may differ by
 NUM_SEQUENCES, BLOCK_SIZE, BUCKET = 4, 512, 100_000
 
@@ -152,14 +144,8 @@ def test_the_peak_of_a_real_step_is_predicted(measured: Measured) -> None:
     assert plan.optimizer == pytest.approx(peak.by_kind["optimizer"], rel=0.01)
 
 
-STATIC = {
-    "experts_backend": "grouped",
-    "num_hidden_layers": 2,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 256,
-}
+STATIC = {"experts_backend": "grouped", "num_hidden_layers": 2, "hidden_size": 256, "moe_intermediate_size": 256}
+STATIC |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 def fake_peak(measured: Measured, *, device: str) -> int:
@@ -191,11 +177,6 @@ def fake_peak(measured: Measured, *, device: str) -> int:
         dist.destroy_process_group()
 
 
-def check(measured: Measured, alone: ProcessPoolExecutor, *, device: str) -> None:
-    peak = alone.submit(fake_peak, measured, device=device).result(timeout=60)
-    assert predicted(measured, device=device) == pytest.approx(peak, rel=BOUND)
-
-
 def predicted(measured: Measured, *, device: str) -> float:
     """Bytes at the fullest moment of forward and backward, without what only the optimizer has."""
     found = moments(job_of(measured, device=device))
@@ -211,32 +192,32 @@ CHUNKS = {"overlap": True, "overlap_chunks": 4}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "case"),
+    ("model", "case", "document_length"),
     [
-        ({}, Case(dp=2, tp=4, ep=4)),
-        ({"regather": True}, Case(tp=4, ep=2)),
-        ({"strategy": "gather_weights"}, Case(tp=4)),
-        ({"qk_norm": "head"}, Case(tp=8, ep=8, checkpointing=True)),
-        (CHUNKS, Case(dp=16, tp=4, ep=4)),
-        (MANY, Case(dp=128, tp=8, ep=8)),
-        (MANY, Case(dp=4)),
-        (WIDE, Case(tp=4, ep=4)),
-        (WIDE | CHUNKS, Case(tp=4, ep=4, checkpointing=True)),
-        (WIDE | {"regather": True}, Case(tp=4, checkpointing=True)),
-        ({"mlp_only_layers": [1], "intermediate_size": 4096}, Case(checkpointing=True)),
-        (HEADS | CHUNKS, Case(tp=4, ep=4, checkpointing=True)),
-        (HEADS | {"qk_norm": "head"}, Case(tp=4, checkpointing=True)),
-        ({"vocab_size": 50_000}, Case(dp=2, tp=4, ep=4)),
-        ({"vocab_size": 50_000, "tie_word_embeddings": True}, Case(checkpointing=True)),
+        ({}, Case(dp=2, tp=4, ep=4), None),
+        ({"regather": True}, Case(tp=4, ep=2), None),
+        ({"strategy": "gather_weights"}, Case(tp=4), None),
+        ({"qk_norm": "head"}, Case(tp=8, ep=8, checkpointing=True), None),
+        (CHUNKS, Case(dp=16, tp=4, ep=4), None),
+        (MANY, Case(dp=128, tp=8, ep=8), None),
+        (MANY, Case(dp=4), None),
+        (WIDE, Case(tp=4, ep=4), None),
+        (WIDE | CHUNKS, Case(tp=4, ep=4, checkpointing=True), None),
+        (WIDE | {"regather": True}, Case(tp=4, checkpointing=True), None),
+        ({"mlp_only_layers": [1], "intermediate_size": 4096}, Case(checkpointing=True), None),
+        (HEADS | CHUNKS, Case(tp=4, ep=4, checkpointing=True), None),
+        (HEADS | {"qk_norm": "head"}, Case(tp=4, checkpointing=True), None),
+        ({"vocab_size": 50_000}, Case(dp=2, tp=4, ep=4), None),
+        ({"vocab_size": 50_000, "tie_word_embeddings": True}, Case(checkpointing=True), None),
+        (HEADS, Case(checkpointing=True), 512),
     ],
     ids=str,
 )
-def test_the_peak_with_static_rows_is_predicted(model: dict[str, Any], case: Case, alone: ProcessPoolExecutor) -> None:
-    measured = Measured(STATIC | model, case._replace(bf16=True), num_sequences=4, block_size=2048)
-    check(measured, alone, device="cuda")
-
-
-@pytest.mark.slow
-def test_the_peak_with_packed_documents_is_predicted(alone: ProcessPoolExecutor) -> None:
-    case = Case(bf16=True, checkpointing=True)
-    check(Measured(STATIC | HEADS, case, num_sequences=4, block_size=2048, document_length=512), alone, device="cpu")
+def test_the_peak_with_static_rows_is_predicted(
+    model: dict[str, Any], case: Case, document_length: int | None, alone: ProcessPoolExecutor
+) -> None:
+    """Documents are attended to one by one on a CPU, so that those are planned for one."""
+    measured = Measured(STATIC | model, case._replace(bf16=True), {}, 4, 2048, document_length)
+    device = "cpu" if document_length else "cuda"
+    peak = alone.submit(fake_peak, measured, device=device).result(timeout=60)
+    assert predicted(measured, device=device) == pytest.approx(peak, rel=BOUND)

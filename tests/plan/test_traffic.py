@@ -85,19 +85,16 @@ def test_chunks_change_calls_and_no_bytes() -> None:
 
 
 def test_stage_2_sums_gradients_in_every_micro_batch_and_stage_1_once() -> None:
-    by_stage = [
-        row(small_job(2, 1, zero={"stage": stage}, accumulation=4), "dp", "all_reduce", "zero").sent_bytes
-        for stage in (1, 2)
-    ]
+    jobs = [small_job(2, 1, zero={"stage": stage}, accumulation=4) for stage in (1, 2)]
+    once, each = (row(one, "dp", "all_reduce", "zero").sent_bytes for one in jobs)
     norms = 2 * 4
-    assert by_stage[1] - norms == 4 * (by_stage[0] - norms)
+    assert each - norms == 4 * (once - norms)
 
 
 def test_without_clipping_stage_0_asks_for_no_norm() -> None:
-    for stage, is_equal in ((0, False), (1, True), (2, True), (3, True)):
+    for stage in (0, 1, 2, 3):
         job = small_job(2, 2, zero={"stage": stage})
-        without = planned_traffic(replace(job, clips_gradients=False))
-        assert (without == planned_traffic(job)) is is_equal
+        assert (planned_traffic(replace(job, clips_gradients=False)) == planned_traffic(job)) is (stage > 0)
 
 
 def test_copies_come_once_a_step_and_their_gradients_go_home_in_every_micro_batch() -> None:
@@ -148,21 +145,23 @@ MODULES = [
 NOTHING_AHEAD = Thresholds(prefetch=0, max_live=10**9, max_reuse=0, persistence=0, model_persistence=10**9)
 
 
-def test_without_any_foresight_a_parameter_is_gathered_for_each_use() -> None:
-    gathers = gathers_of(fetches_of_a_micro_batch(MODULES, NOTHING_AHEAD))
-    forward = [("e",), ("a", "small"), ("b",), ("n",), ("h",)]
-    assert gathers == [*forward, *reversed(forward)]
+ALL = [("e",), ("a", "small"), ("b",), ("n",), ("h",)]
 
 
-def test_what_is_used_again_soon_is_kept() -> None:
-    """After the norm and the head, 11 numbers, a block finds itself inside of the whole model, whose backward comes."""
-    gathers = gathers_of(fetches_of_a_micro_batch(MODULES, NOTHING_AHEAD._replace(max_reuse=12)))
-    assert gathers == [("e",), ("a", "small"), ("b",), ("n",), ("h",), ("n",), ("a", "small"), ("e",)]
-
-
-def test_fetching_ahead_joins_gathers_and_drops_nothing_that_it_counted_with() -> None:
-    gathers = gathers_of(fetches_of_a_micro_batch(MODULES, NOTHING_AHEAD._replace(prefetch=10**6)))
-    assert gathers == [("e", "a", "small", "b", "n", "h")]
+@pytest.mark.parametrize(
+    ("thresholds", "gathers"),
+    [
+        # Without any foresight a parameter is gathered for each use.
+        ({}, [*ALL, *reversed(ALL)]),
+        # After norm and head, 11 numbers, a block finds itself inside of the whole model, whose backward comes: kept.
+        ({"max_reuse": 12}, [*ALL, ("n",), ("a", "small"), ("e",)]),
+        # Fetching ahead joins gathers, and nothing that it counted with is dropped.
+        ({"prefetch": 10**6}, [("e", "a", "small", "b", "n", "h")]),
+    ],
+    ids=["each use", "used again soon", "ahead"],
+)
+def test_what_is_gathered_follows_from_the_thresholds(thresholds: dict[str, int], gathers: list[Any]) -> None:
+    assert gathers_of(fetches_of_a_micro_batch(MODULES, NOTHING_AHEAD._replace(**thresholds))) == gathers
 
 
 def test_every_output_of_the_decoder_asks_for_it() -> None:
@@ -180,11 +179,9 @@ def test_every_output_of_the_decoder_asks_for_it() -> None:
 def test_what_is_dropped_was_decided_before_the_first_optimizer_step() -> None:
     """Then small parameters were yet to be gathered, so that less was gathered ahead and nothing counted with."""
     thresholds = NOTHING_AHEAD._replace(persistence=10, prefetch=1)
-    gathers = [
-        gathers_of(fetches_of_a_micro_batch(MODULES, thresholds, accumulates=accumulates))
-        for accumulates in (False, True)
-    ]
-    assert gathers == [[("a",), ("b",)], [("a",), ("b",), ("b",), ("a",)]]
+    once, again = (fetches_of_a_micro_batch(MODULES, thresholds, accumulates=on) for on in (False, True))
+    assert gathers_of(once) == [("a",), ("b",)]
+    assert gathers_of(again) == [("a",), ("b",), ("b",), ("a",)]
 
 
 def test_small_parameters_stay_as_long_as_all_of_them_have_room() -> None:

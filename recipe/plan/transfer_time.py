@@ -1,18 +1,162 @@
-"""Which transfers cost nothing, because the rank computes meanwhile.
+"""Seconds of a step's transfers: each as if alone, and what of them costs nothing, the rank computing meanwhile.
 
-The group's: a layer's order of products and transfers, chunk by chunk as modeling/ sends and waits for them, is played
+Alone: alpha times the steps of a ring plus bytes over bandwidth, by where ranks are; between a GPU's nodes for sums the
+cheaper of a ring and a tree, as NCCL chooses (src/graph/tuning.cc, whose counts of steps these are). gloo sums in a
+ring whatever the size is.
+
+Beside work: a layer's order of products and transfers, chunk by chunk as modeling/ sends and waits for them, is played
 through on a rank's computing and its link side by side. So is ZeRO's, module by module as DeepSpeed 0.19.8 sends it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from math import gcd, log2
 from typing import NamedTuple
 
-from recipe.plan.compute_time import Both
+from recipe.plan.compute_time import Both, LayerTimes
+from recipe.plan.hardware import LINK_OPS, Hardware, Link
 from recipe.plan.job import Job
 from recipe.plan.parameters import BLOCK_OUTPUTS, Module, held_modules
-from recipe.plan.traffic import SUM_BYTES, weights_of
+from recipe.plan.traffic import SUM_BYTES, Sent, weights_of
 from recipe.plan.zero3 import Step, Thresholds, zero_number
+
+# How often a rank sends in one collective of a ring of n ranks.
+STEPS: Mapping[str, Callable[[int], int]] = dict.fromkeys(LINK_OPS, lambda n: n - 1) | {
+    "all_reduce": lambda n: 2 * n - 2
+}
+
+
+class Ring(NamedTuple):
+    """Ranks that send to each other: how many there are, and how many of them share a node."""
+
+    num_ranks: int
+    per_node: int
+
+    @property
+    def num_nodes(self) -> float:
+        return self.num_ranks / self.per_node
+
+
+class WireTime(NamedTuple):
+    """Seconds of all calls of one row together, each as if alone."""
+
+    sent: Sent
+    seconds: float
+
+
+def ring_of(axis: str, job: Job, *, ranks_per_node: int) -> Ring:
+    """Return the ranks of one axis: a group's are neighbours, those of the others are a group apart."""
+    tp = job.layout.tp
+    if axis == "dp":
+        return Ring(job.layout.dp, min(job.layout.dp, max(1, ranks_per_node // tp)))
+    size = max(1, tp // job.sizes.num_key_value_heads) if axis == "kv" else tp
+    # Where groups do not fill nodes, some are cut; no piece is smaller than this.
+    per_node = size if job.layout.world_size <= ranks_per_node else gcd(size, ranks_per_node)
+    return Ring(size, per_node)
+
+
+def wire_times(rows: Iterable[Sent], job: Job, *, hardware: Hardware, ranks_per_node: int) -> list[WireTime]:
+    """Return each row's seconds; ValueError where ranks are on several nodes without a link between them."""
+    rings = {axis: ring_of(axis, job, ranks_per_node=ranks_per_node) for axis in ("group", "kv", "dp")}
+
+    def seconds(row: Sent) -> float:
+        return row.num_calls * call_seconds(
+            row.op, row.sent_bytes / row.num_calls, ring=rings[row.axis], hardware=hardware
+        )
+
+    return [WireTime(row, seconds(row)) for row in rows if row.num_calls]
+
+
+def call_seconds(op: str, sent_bytes: float, *, ring: Ring, hardware: Hardware) -> float:
+    """Return the seconds of one collective in which every rank sends this much, counted as in a ring.
+
+    An exchange sends each part by its own way, inside and between nodes at the same time.
+    ValueError where the hardware has no such link.
+    """
+    size, here = ring
+    if size == 1:
+        return 0.0
+    if size <= here:
+        return _within_node(hardware).seconds(op, num_steps=STEPS[op](size), sent_bytes=sent_bytes)
+    if op == "all_to_all":
+        outside = (size - here) / (size - 1)
+        inter = _between_nodes(hardware)
+        outside_s = inter.seconds(op, num_steps=STEPS[op](size), sent_bytes=outside * sent_bytes)
+        if here == 1:
+            return outside_s
+        inside_bytes = (1 - outside) * sent_bytes
+        return max(outside_s, _within_node(hardware).seconds(op, num_steps=here - 1, sent_bytes=inside_bytes))
+    if op == "all_reduce" and hardware.device == "cuda":
+        tree_bytes = sent_bytes * size / (size - 1)  # a ring spares every rank its own part
+        return min(
+            _crossing(op, sent_bytes, steps=_ring_steps(op, ring), ring=ring, hardware=hardware),
+            _crossing(op, tree_bytes, steps=_tree_steps(ring), ring=ring, hardware=hardware),
+        )
+    return _crossing(op, sent_bytes, steps=_ring_steps(op, ring), ring=ring, hardware=hardware)
+
+
+def busy_share(ring: Ring, *, hardware: Hardware) -> float:
+    """Return the share of a transfer's time for which it keeps a rank of the ring from computing."""
+    if ring.num_ranks == 1:
+        return 0.0
+    return (_between_nodes if ring.num_ranks > ring.per_node else _within_node)(hardware).busy
+
+
+def fewest_steps(op: str, size: int, *, device: str) -> int:
+    """Return the steps among nodes of one rank each, by which a fit of measured times divides its constant."""
+    if op == "all_reduce" and device == "cuda":
+        return min(STEPS[op](size), round(_tree_steps(Ring(size, 1)).outside))
+    return STEPS[op](size)
+
+
+class Steps(NamedTuple):
+    """Sends that follow each other, inside nodes and between them."""
+
+    inside: float
+    outside: float
+
+
+def _ring_steps(op: str, ring: Ring) -> Steps:
+    """Return the steps of a ring, which leaves each node once in a turn."""
+    total = STEPS[op](ring.num_ranks)
+    outside = total * (ring.num_nodes - 1) / (ring.num_ranks - 1)
+    return Steps(total - outside, outside)
+
+
+def _tree_steps(ring: Ring) -> Steps:
+    """Return the steps up and down a chain in each node and a binary tree over the nodes."""
+    return Steps(2.0 * (ring.per_node - 1), 2 * log2(ring.num_nodes))
+
+
+def _crossing(op: str, sent_bytes: float, *, steps: Steps, ring: Ring, hardware: Hardware) -> float:
+    """Return the seconds at the pace of the slowest part: links inside, or the network of a node's ranks together."""
+    inter = _between_nodes(hardware)
+    outside_s = inter.seconds(op, num_steps=0, sent_bytes=sent_bytes / ring.per_node)
+    wait_s = inter.seconds(op, num_steps=steps.outside, sent_bytes=0)
+    if ring.per_node == 1:
+        return wait_s + outside_s
+    intra = _within_node(hardware)
+    wait_s += intra.seconds(op, num_steps=steps.inside, sent_bytes=0)
+    return wait_s + max(outside_s, intra.seconds(op, num_steps=0, sent_bytes=sent_bytes))
+
+
+def _within_node(hardware: Hardware) -> Link:
+    if hardware.intra is None:
+        raise ValueError(
+            f"hardware {hardware.name} has no link between the ranks of a node, for it was measured with one on each; "
+            "plan for one, or run `gather-moe probe --ranks N`"
+        )
+    return hardware.intra
+
+
+def _between_nodes(hardware: Hardware) -> Link:
+    if hardware.inter is None:
+        raise ValueError(
+            f"hardware {hardware.name} has no link between nodes, for it was measured on one; plan for at most "
+            f"{hardware.ranks_per_node} ranks, or run `gather-moe probe` on ranks of several nodes"
+        )
+    return hardware.inter
+
 
 # Seconds of one transfer by purpose and op; what is not there takes none.
 Calls = Mapping[tuple[str, str], float]
@@ -45,16 +189,9 @@ class Lanes:
             self.exposed_s += arrival_s - self._now_s
             self._now_s = arrival_s
 
-
-class LayerTimes(NamedTuple):
-    """Computing of a layer with experts, and of a dense one; `head` and `other` are those of the whole model."""
-
-    attention: Both
-    router: Both
-    experts: Both
-    dense: Both
-    head: Both
-    other: Both
+    @property
+    def exposed_share(self) -> float:
+        return self.exposed_s / self.sent_s if self.sent_s else 1.0
 
 
 def exposed_shares(job: Job, *, layer: LayerTimes, calls: Calls, busy: float) -> dict[str, float]:
@@ -81,8 +218,7 @@ def exposed_shares(job: Job, *, layer: LayerTimes, calls: Calls, busy: float) ->
         shares["experts"] = shares["routing"] = play.exposed_share
     play = _Play(job, calls, purpose="head", busy=busy)
     play.wait_all(play.scatter(layer.head.forward.sums, arrivals=play.gather(job.num_chunks)))
-    shares["head"] = play.exposed_share
-    return shares
+    return {**shares, "head": play.exposed_share}
 
 
 class _Play(Lanes):
@@ -95,16 +231,15 @@ class _Play(Lanes):
         self._gather_s, self._scatter_s, self._exchange_s = (calls.get((purpose, op), 0.0) for op in ops)
         self._routing_s = {op: calls.get(("routing", op), 0.0) for op in ops[:2]}
 
-    @property
-    def exposed_share(self) -> float:
-        return self.exposed_s / self.sent_s if self.sent_s else 1.0
-
     def wait_all(self, arrivals: Sequence[float]) -> None:
         self.wait(max(arrivals, default=0.0))
 
     def gather(self, num: int) -> list[float]:
         """Start gathers; return when each will have arrived."""
         return [self.send(self._gather_s) for _ in range(num)]
+
+    def gather_again(self) -> list[float]:
+        return self.gather(self._chunks if self._regather else 0)
 
     def work_on(self, arrivals: list[float], seconds: float) -> None:
         """Compute on chunks as they arrive."""
@@ -134,7 +269,7 @@ class _Play(Lanes):
         times = part.backward
         self.work_on(self.gather(self._chunks), times.chunked)
         self.work(times.between)
-        tokens = self.gather(self._chunks if self._regather else 0)
+        tokens = self.gather_again()
         sums = self.scatter(times.sums, arrivals=[0.0] * self._chunks)
         self.wait_all(tokens)
         self.work(times.weights)
@@ -156,21 +291,21 @@ class _Play(Lanes):
         # Borrowed weights travel while the router works; exchanged rows are waited for.
         borrowed = self._borrow()
         self.work(router_s)
-        self.wait_all(borrowed or self._exchange())
+        self._wait_for(borrowed)
         self.work(times.sums + times.after)
 
     def experts_backward(self, layer: LayerTimes) -> None:
         times, router_s = layer.experts.backward, layer.router.backward.total
         if self._strategy == "gather_tokens":
             arrivals = self.gather(self._chunks)
-            tokens = self.gather(self._chunks if self._regather else 0)
+            tokens = self.gather_again()
             sums = self.scatter(times.sums, arrivals=arrivals)
             sums.append(self.send(self._routing_s["reduce_scatter"]))
             self.wait_all(tokens)
             self.work(times.weights)
         else:
             borrowed = self._borrow()
-            self.wait_all(borrowed or self._exchange())
+            self._wait_for(borrowed)
             self.work(times.sums + times.weights)
             sums = [self.send(self._scatter_s) for _ in borrowed]
         self.wait_all(sums)
@@ -180,8 +315,9 @@ class _Play(Lanes):
         """Gather an expert's two tensors of weights from the other ranks."""
         return self.gather(2 if self._strategy == "gather_weights" else 0)
 
-    def _exchange(self) -> list[float]:
-        return [self.send(self._exchange_s) for _ in range(2)]
+    def _wait_for(self, borrowed: list[float]) -> None:
+        """Wait for weights, or else exchange rows."""
+        self.wait_all(borrowed or [self.send(self._exchange_s) for _ in range(2)])
 
 
 # Buckets of gradients that may be under way while another is filled, by ZeRO stage.
@@ -241,11 +377,9 @@ class _ZeroPlay(Lanes):
                 self.wait(ahead[step.waits_for - 1])
             if step.ahead:
                 ahead.append(self.send(self._call_s("all_gather", self._element_bytes * step.ahead)))
-            if step.module is None:
-                continue
-            self.work(self._seconds[_kind(step.module)][step.is_backward])
-            if step.is_backward:
-                self._add_up(self._scattered[_kind(step.module)])
+            if step.module is not None:
+                self.work(self._seconds[_kind(step.module)][step.is_backward])
+                self._add_up(self._scattered[_kind(step.module)] if step.is_backward else ())
         self._end()
 
     def _add_up(self, numbers: Iterable[int]) -> None:
@@ -297,19 +431,16 @@ def overlaps(job: Job) -> bool:
     return job.zero_stage >= 2 or (job.zero_stage == 1 and job.precision == "fp32")
 
 
-def describe_overlap(job: Job) -> Iterator[str]:
-    """Say for people what is assumed of ZeRO's transfers in this job."""
+def describe_overlap(job: Job) -> str:
+    """Say for people what is assumed of ZeRO's transfers in this job; nothing where there are none."""
     if job.layout.dp == 1:
-        return
+        return ""
     if not overlaps(job):
-        yield "ZeRO's transfers are waited for in full"
-    elif job.zero_stage == 3:
-        ahead = Thresholds.of(job.zero).prefetch
-        yield (
-            f"ZeRO's weights are gathered ahead by {ahead:,} numbers (stage3_prefetch_bucket_size), beside the "
-            "part before; the rest of a block is waited for; gradients travel beside the backward"
+        return "ZeRO's transfers are waited for in full"
+    if job.zero_stage == 3:
+        return (
+            f"ZeRO's weights are gathered ahead by {Thresholds.of(job.zero).prefetch:,} numbers "
+            "(stage3_prefetch_bucket_size), beside the part before; the rest of a block is waited for; gradients "
+            "travel beside the backward"
         )
-    else:
-        yield "ZeRO's sums of gradients travel beside the backward" + (
-            " of the last micro-batch" if job.zero_stage == 1 else ""
-        )
+    return f"ZeRO's sums of gradients travel beside the backward{' of the last micro-batch' * (job.zero_stage == 1)}"
