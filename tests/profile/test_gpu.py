@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from recipe.profile.host import collective_op, dtype_bytes, kind_of_kernel, module_scope
-from recipe.profile.savings import find_savings
+from recipe.profile.report import find_savings
 from recipe.profile.spans import sent_bytes
 from recipe.profile.transfers import Route
 from recipe.shared.scopes import Scope
@@ -231,7 +231,7 @@ def test_transfers_are_known_by_what_they_carry_and_copies_by_where_they_go(tmp_
     ],
 )
 def test_what_makes_sums_of_gradients_rarer_depends_on_the_stage(tmp_path: Path, stage: int, advice: str) -> None:
-    facts = {"parallel": {"execution": {"overlap": False}}, "zero_stage": stage, "accumulation": 4}
+    facts = {"execution": {"overlap": False}, "zero_stage": stage, "accumulation": 4}
     given = comms("allreduce", given=10**6, taken=10**6)
     events = []
     for i, scope in enumerate(("gradients", "optimizer")):
