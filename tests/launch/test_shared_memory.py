@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from recipe.launch.shared_memory import SharedMemoryError, check_room, remove_dead_buffers
+from recipe.launch.start import SharedMemoryError, check_room, remove_dead_buffers
 
 
 class _Usage(NamedTuple):
