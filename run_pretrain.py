@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipe.launch.start import check_world_size, local_rank_from, rank_from, read_world, start_ranks, stop_ranks
+from recipe.launch.start import check_world_size, rank_from, read_world, start_ranks, stop_ranks
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
 from recipe.shared.errors import COMPLETE, STOPPED, USER_ERROR, RanksFailedError, RunError
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = read_request(argv)
     except ValueError as error:
         # Before the ranks meet, all of a node see the same, but each hears for itself what the hub says.
-        return fail(error, rank=local_rank_from(os.environ), only_first=not isinstance(error, HubError))
+        return fail(error, rank=rank_from(os.environ, "LOCAL_RANK"), only_first=not isinstance(error, HubError))
     for note in request.settings.notes:
         say(f"settings: {note}")
     with ExitStack() as stack:

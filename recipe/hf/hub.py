@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe.hf.folder import missing_files
+from recipe.hf.load import missing_files
 from recipe.settings.flags import Arguments
 from recipe.settings.model_source import (
     CONFIG_NAME,
@@ -119,10 +119,18 @@ def push_to_hub(
     folder = folder.resolve()
     urls: list[str] = []
 
+    def commit() -> None:
+        done = _api(api).upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message=f"Step {step}",
+            delete_patterns=list(REPLACED),
+        )
+        urls.append(str(done.commit_url))
+
     def upload() -> Generator[None, None, None]:
-        message = f"Step {step}"
         try:
-            yield from in_steps(lambda: urls.append(_upload(repository, folder, message, api=_api(api))))
+            yield from in_steps(commit)
         except Exception as error:  # the hub's library raises many kinds, and the weights are as safe after any of them
             raise UploadError(folder, repository, f"{type(error).__name__}: {error}") from error
 
@@ -150,13 +158,6 @@ def _claim(arguments: Arguments, *, api: Any) -> str:
         ) from error
     repository: str = made.repo_id
     return repository
-
-
-def _upload(repository: str, folder: Path, message: str, *, api: Any) -> str:
-    done = api.upload_folder(
-        repo_id=repository, folder_path=folder, commit_message=message, delete_patterns=list(REPLACED)
-    )
-    return str(done.commit_url)
 
 
 def _api(api: Any) -> Any:

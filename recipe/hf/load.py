@@ -1,18 +1,21 @@
 """Weights loaded from a Hugging Face folder into this rank's shards, reading only the bytes they need.
 
-Each of our parameters is found under the tensor names of the folder, whichever way it stores its experts.
+Each of our parameters is found under the tensor names of the folder, one file or many, whichever way it stores its
+experts.
 
 From a dense model every expert starts as its feed-forward: with weights that sum to 1 the mixture is the same function,
 whatever the fresh router chooses (sparse upcycling, 2212.05055).
 """
 
+import itertools
 import json
 import re
-from collections.abc import Container
+from collections.abc import Collection
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
@@ -20,8 +23,98 @@ from modeling.hf_keys import file_tensors
 from modeling.init import fill_normal, full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Ranges, Shard
-from recipe.hf.folder import HfFolder
+from recipe.hf.weights import INDEX_NAME
 from recipe.settings.model_files import DENSE_TYPES
+
+SINGLE_NAME = "model.safetensors"
+# Tables of the rotary embedding, which older programs saved as buffers; they follow from the configuration.
+FOLLOW_FROM_CONFIG = re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$")
+
+
+class HfFolder:
+    """Reads tensors of a folder by name; `num_bytes` counts what was read so far.
+
+    ValueError where the folder holds no safetensors, or where they cannot be read or are not those of its index.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.num_bytes = 0
+        self._open: dict[str, Any] = {}
+        self._file_of = self._find_tensors()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def check(self, wanted: set[str], *, allowed: Collection[str] = ()) -> None:
+        """Raise ValueError unless all `wanted` tensors are there, and no others but `allowed` and rotary tables."""
+        found = {name for name in self._file_of if not FOLLOW_FROM_CONFIG.search(name)}
+        missing, unexpected = sorted(wanted - found), sorted(found - wanted - set(allowed))
+        if missing or unexpected:
+            raise ValueError(
+                f"the weights in {self.path} are not those of its config.json: {len(missing)} are missing "
+                f"{missing[:3]}, {len(unexpected)} are unexpected {unexpected[:3]}"
+            )
+
+    def read(self, name: str, ranges: tuple[Ranges, ...], *, expected: tuple[int, ...]) -> Tensor:
+        """Read a part of a tensor, whose whole shape is `expected`: per dimension these ranges, concatenated."""
+        try:
+            part = self._reader(self._file_of[name]).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self.path / self._file_of[name]} does not hold {name}: {error}") from error
+        if tuple(part.get_shape()) != expected:
+            raise ValueError(f"{name} in {self.path} has the shape {part.get_shape()}, expected {list(expected)}")
+        tensor = _join(part, ranges)
+        self.num_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def _reader(self, file: str) -> Any:
+        path = self.path / file
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{path} ({path.stat().st_size:,} bytes) cannot be read as safetensors: {error}; where git fetched "
+                    "the folder, `git lfs pull` brings the files themselves"
+                ) from error
+        return self._open[file]
+
+    def _find_tensors(self) -> dict[str, str]:
+        """Map tensor name to file name, from the index or the single file."""
+        index = self.path / INDEX_NAME
+        if not index.exists():
+            if not (self.path / SINGLE_NAME).exists():
+                raise ValueError(f"{self.path} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
+            return dict.fromkeys(self._reader(SINGLE_NAME).keys(), SINGLE_NAME)
+        file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if (self.path / SINGLE_NAME).exists() and set(file_of.values()) != {SINGLE_NAME}:
+            raise ValueError(
+                f"{self.path} holds both {INDEX_NAME} and {SINGLE_NAME}, and transformers opens the second alone; "
+                "remove the one that is not the model, a left-over of an earlier save, say"
+            )
+        missing = missing_files(self.path)
+        if missing:
+            raise ValueError(f"{index} names {len(missing)} files that are not there: {missing[:3]}")
+        return file_of
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Return the files of weights that a folder lacks: of its index, or the single one where it has no index."""
+    index = folder / INDEX_NAME
+    names = [SINGLE_NAME]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return [name for name in names if not (folder / name).exists()]
+
+
+def _join(part: Any, ranges: tuple[Ranges, ...]) -> Tensor:
+    """Read several ranges of a safetensors slice, which by itself gives one range per dimension."""
+    several = [dim for dim, parts in enumerate(ranges) if len(parts) > 1]
+    assert len(several) <= 1, "no parameter is cut in several blocks of two dimensions"
+    pieces: list[Tensor] = [part[tuple(slice(*r) for r in choice)] for choice in itertools.product(*ranges)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=several[0])
+
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Style = Literal["per expert", "stacked", "dense"]
@@ -79,14 +172,6 @@ class ExpertNames(NamedTuple):
         return [Origin(f"{experts['mlp']}.{matrix}.weight", every, half) for matrix, half in halves.items()]
 
 
-def find_expert_names(names: Container[str], *, wanted: list[str], model_type: str, num_experts: int) -> ExpertNames:
-    """Find how a folder with the tensors `names` stores the parameters `wanted` of a model of `model_type`."""
-    style: Style = "dense" if model_type in DENSE_TYPES else "per expert"
-    if style == "per expert" and any(_EXPERTS.fullmatch(name) and name in names for name in wanted):
-        style = "stacked"
-    return ExpertNames(model_type, style, num_experts)
-
-
 def load_weights(
     model: nn.Module,
     *,
@@ -107,9 +192,10 @@ def load_weights(
     shapes = full_shapes(model, config=config, table=table)
     if not described.get("router_bias", False):
         shapes = {name: shape for name, shape in shapes.items() if isinstance(stored[name], nn.Parameter)}
-    names = find_expert_names(
-        files, wanted=list(shapes), model_type=described["model_type"], num_experts=config.num_experts
-    )
+    style: Style = "dense" if described["model_type"] in DENSE_TYPES else "per expert"
+    if style == "per expert" and any(_EXPERTS.fullmatch(name) and name in files for name in shapes):
+        style = "stacked"
+    names = ExpertNames(described["model_type"], style, config.num_experts)
     origins = {name: names.origins(name) for name in shapes}
     twice = [HEAD] if config.tie_word_embeddings else []
     files.check({origin.tensor for found in origins.values() for origin in found}, allowed=twice)
@@ -157,7 +243,10 @@ def _fill_experts(parameter: Tensor, origin: Origin, *, shard: Shard, files: HfF
             part = files.read(origin.tensor, (((expert, expert + 1),), *shard.ranges[1:]), expected=shard.full_shape)
             parameter[expert - first].copy_(part[0])
         return
-    rows, expected = _rows(origin, shard)
+    rows, expected = shard.ranges[1], shard.full_shape[1:]
+    if origin.half is not None:
+        # The first range is gate's; the rows of up are the same, counted from its own start.
+        rows, expected = rows[:1], (expected[0] // 2, expected[1])
     part = files.read(origin.tensor, (rows, shard.ranges[2]), expected=expected)
     for expert in mine:
         local = parameter[expert - first]
@@ -167,18 +256,3 @@ def _fill_experts(parameter: Tensor, origin: Origin, *, shard: Shard, files: HfF
             local.add_(part)
         else:
             local.copy_(part)
-
-
-class _Rows(NamedTuple):
-    """The rows of one expert's matrix that this rank holds, and the shape of the whole matrix."""
-
-    rows: Ranges
-    expected: tuple[int, int]
-
-
-def _rows(origin: Origin, shard: Shard) -> _Rows:
-    _, num_rows, num_columns = shard.full_shape
-    if origin.half is None:
-        return _Rows(shard.ranges[1], (num_rows, num_columns))
-    # The first range is gate's; the rows of up are the same, counted from its own start.
-    return _Rows(shard.ranges[1][:1], (num_rows // 2, num_columns))

@@ -33,8 +33,32 @@ def write_model_card(folder: Path, *, config: Mapping[str, Any], facts: Training
 
 def model_card(config: Mapping[str, Any], *, facts: TrainingFacts) -> str:
     """Return front matter as the hub reads it (license, base model and data set only where known), then text."""
-    front = yaml.safe_dump(_front_matter(facts.arguments), sort_keys=False, allow_unicode=True)
-    return "\n".join(["---", front + "---", "", *_text(config, facts=facts), ""])
+    arguments = facts.arguments
+    front = yaml.safe_dump(_front_matter(arguments), sort_keys=False, allow_unicode=True)
+    title = arguments.hub_model_id or Path(arguments.output_dir or "model").resolve().name
+    native = "auto_map" in config
+    # The tokenizer's class is found by way of the configuration, whose code has to be trusted, too.
+    trust = ", trust_remote_code=True" if native else ""
+    code = f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = "{arguments.hub_model_id or "PATH"}"  # where this folder is
+model = AutoModelForCausalLM.from_pretrained(name{trust})
+tokenizer = AutoTokenizer.from_pretrained(name{trust})
+```"""
+    paragraphs = [
+        f"---\n{front}---",
+        f"# {title}",
+        f"{_kind(config)}, of type `{config['model_type']}`, with weights in {config['dtype']}.",
+        _origin(arguments),
+        "## Open it",
+        code,
+        "No type of transformers says everything this model is, so its code is beside the weights." if native else "",
+        "## Training",
+        "Trained with gather-moe, which splits attention and experts over one group of ranks.",
+        "\n".join(_training_table(facts)),
+    ]
+    return "\n\n".join(filter(None, paragraphs)) + "\n"
 
 
 def _front_matter(arguments: Arguments) -> dict[str, Any]:
@@ -50,32 +74,6 @@ def _front_matter(arguments: Arguments) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _text(config: Mapping[str, Any], *, facts: TrainingFacts) -> Iterator[str]:
-    arguments = facts.arguments
-    title = arguments.hub_model_id or Path(arguments.output_dir or "model").resolve().name
-    native = "auto_map" in config
-    yield f"# {title}"
-    yield ""
-    yield f"{_kind(config)}, of type `{config['model_type']}`, with weights in {config['dtype']}."
-    yield from _origin(facts)
-    yield from ("", "## Open it", "", "```python")
-    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    yield ""
-    yield f'name = "{arguments.hub_model_id or "PATH"}"  # where this folder is'
-    # The tokenizer's class is found by way of the configuration, whose code has to be trusted, too.
-    trust = ", trust_remote_code=True" if native else ""
-    yield f"model = AutoModelForCausalLM.from_pretrained(name{trust})"
-    yield f"tokenizer = AutoTokenizer.from_pretrained(name{trust})"
-    yield "```"
-    if native:
-        yield ""
-        yield "No type of transformers says everything this model is, so its code is beside the weights."
-    yield from ("", "## Training", "")
-    yield "Trained with gather-moe, which splits attention and experts over one group of ranks."
-    yield ""
-    yield from _training_table(facts)
-
-
 def _kind(config: Mapping[str, Any]) -> str:
     sizes = f"{config['num_hidden_layers']} layers of width {config['hidden_size']}"
     if not config["num_experts"]:
@@ -86,20 +84,17 @@ def _kind(config: Mapping[str, Any]) -> str:
     )
 
 
-def _origin(facts: TrainingFacts) -> Iterator[str]:
-    arguments = facts.arguments
+def _origin(arguments: Arguments) -> str:
+    """Say which weights the run began with; nothing of fresh ones."""
     if arguments.model_name_or_path is None:
-        return
+        return ""
     base = _hub_name(arguments.model_name_or_path, arguments=arguments)
     source = "other weights" if base is None else f"[{base}](https://huggingface.co/{base})"
-    yield ""
     if arguments.upcycle_num_experts is None:
-        yield f"Trained on from {source}."
-    else:
-        noise = (
-            f" with noise of standard deviation {arguments.upcycle_noise_std}" if arguments.upcycle_noise_std else ""
-        )
-        yield f"Upcycled from {source}: every expert started as a copy of the dense feed-forward{noise}."
+        return f"Trained on from {source}."
+    std = arguments.upcycle_noise_std
+    noise = f" with noise of standard deviation {std}" if std else ""
+    return f"Upcycled from {source}: every expert started as a copy of the dense feed-forward{noise}."
 
 
 def _training_table(facts: TrainingFacts) -> Iterator[str]:

@@ -6,6 +6,7 @@ The ranks of the first group write, the others only help ZeRO put a shard togeth
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
-from modeling.hf_keys import FileTensor, file_tensors
+from modeling.hf_keys import file_tensors
 from modeling.init import full_shapes, paste, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Shard, ShardTable
@@ -118,8 +119,12 @@ def _whole_tensors(
     targets = file_tensors(name, num_experts=source.config.num_experts, model_type=kind)
     shards = [table.shard(name, shape, group_rank=rank) for rank in range(mesh.layout.tp)]
     if targets[0].expert is None:
-        writer = _writer_of(name, mesh)
-        whole = _gather(local, shards, mesh=mesh, writer=writer)
+        # The same on every rank.
+        writer = int(hashlib.blake2b(name.encode(), digest_size=4).hexdigest(), 16) % mesh.layout.tp
+        if mesh.group is None or shards[0].is_replicated:
+            whole = local if mesh.group_rank == writer else None
+        else:
+            whole = _gather_from(local, shards, range(mesh.layout.tp), mesh=mesh, writer=writer)
         if whole is not None:
             yield targets[0].name, whole
         return
@@ -130,26 +135,9 @@ def _whole_tensors(
         writer = holders[expert % len(holders)]
         part = local[expert - first_expert] if mesh.group_rank in holders else None
         whole = _gather_expert(part, shards, holders=holders, mesh=mesh, writer=writer)
-        if whole is not None:
-            yield from _file_parts(targets, expert, whole)
-
-
-def _file_parts(targets: Iterable[FileTensor], expert: int, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    for target in targets:
-        if target.expert == expert:
-            yield target.name, whole if target.half is None else whole.chunk(2, dim=0)[target.half]
-
-
-def _writer_of(name: str, mesh: ParallelMesh) -> int:
-    """Choose the rank of the group that writes a dense tensor, the same on every rank."""
-    return int(hashlib.blake2b(name.encode(), digest_size=4).hexdigest(), 16) % mesh.layout.tp
-
-
-def _gather(local: Tensor, shards: list[Shard], *, mesh: ParallelMesh, writer: int) -> Tensor | None:
-    """Return the whole tensor on the writing rank of the group, None on the others."""
-    if mesh.group is None or shards[0].is_replicated:
-        return local if mesh.group_rank == writer else None
-    return _gather_from(local, shards, range(mesh.layout.tp), mesh=mesh, writer=writer)
+        for target in targets:
+            if whole is not None and target.expert == expert:
+                yield target.name, whole if target.half is None else whole.chunk(2, dim=0)[target.half]
 
 
 def _gather_expert(
@@ -158,20 +146,12 @@ def _gather_expert(
     """Return one expert, [2F, D] or [D, F], on the writing rank; `part` is this rank's slice of it, if it has one."""
     if part is None:
         return None
-    slices = [
-        Shard(
-            ranges=shard.ranges[1:],
-            shape=shard.shape[1:],
-            full_shape=shard.full_shape[1:],
-            replica=shard.replica,
-            num_replicas=shard.num_replicas,
-            partial_gradient=False,
-            is_replicated=False,
-        )
-        for shard in shards
-    ]
     if len(holders) == 1:
         return part
+    slices = [
+        replace(shard, ranges=shard.ranges[1:], shape=shard.shape[1:], full_shape=shard.full_shape[1:])
+        for shard in shards
+    ]
     return _gather_from(part, slices, holders, mesh=mesh, writer=writer)
 
 

@@ -27,11 +27,4 @@ def _print_hosts(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = (
-    Command(
-        name="hosts",
-        help="check a hostfile and print which rank runs where",
-        add_arguments=_add_hosts_arguments,
-        run=_print_hosts,
-    ),
-)
+COMMANDS = (Command("hosts", "check a hostfile and print which rank runs where", _add_hosts_arguments, _print_hosts),)

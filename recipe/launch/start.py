@@ -3,15 +3,24 @@
 `deepspeed` sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, CROSS_RANK, CROSS_SIZE, MASTER_ADDR and MASTER_PORT;
 `torchrun` sets LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE in place of LOCAL_SIZE and CROSS_SIZE. Without any of them the
 process is a world of its own.
+
+/dev/shm is kept usable: DeepSpeed's all-reduce for CPUs maps one buffer of 66 MiB per rank there and never unlinks it.
+What dead runs left is removed, and no run starts where it is full. It is memory, not disk.
 """
 
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from recipe.launch.processes import PROC, identify
+from recipe.shared.errors import RunError
+from recipe.shared.units import MIB
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -60,14 +69,10 @@ def read_world(environ: Mapping[str, str]) -> World:
     return world
 
 
-def rank_from(environ: Mapping[str, str]) -> int:
+def rank_from(environ: Mapping[str, str], name: str = "RANK") -> int:
     """Read this process's rank; 0 where RANK is missing or no number, so that an error about it is printed, too."""
-    return _number_or_zero(environ.get("RANK"))
-
-
-def local_rank_from(environ: Mapping[str, str]) -> int:
-    """Read this process's rank among those of its node, 0 likewise."""
-    return _number_or_zero(environ.get("LOCAL_RANK"))
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def check_world_size(world: World, *, expected: int | None) -> None:
@@ -101,7 +106,6 @@ def start_ranks(
     import torch.distributed as dist
 
     from recipe.launch.rendezvous import wait_for_all
-    from recipe.launch.shared_memory import check_room, remove_dead_buffers
 
     _export(world, environ)
     if world.local_rank == 0 and SHARED_MEMORY.is_dir():
@@ -133,10 +137,6 @@ def stop_ranks(world: World) -> None:
         dist.destroy_process_group()
     if _meets_by_file(world):
         leave_file_store(private_folder(Path(tempfile.gettempdir())))
-
-
-def _number_or_zero(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
 
 
 def compute_capability(world: World) -> tuple[int, int] | None:
@@ -268,7 +268,6 @@ def _open_store(world: World, environ: Mapping[str, str], *, timeout_s: float) -
 
 def _launcher_name() -> str:
     """Return a name that all ranks of one launcher process have, and no others."""
-    from recipe.launch.processes import identify
     from recipe.launch.rendezvous import RendezvousError
 
     launcher = identify(os.getppid())
@@ -285,3 +284,73 @@ def _describe_meeting(world: World, environ: Mapping[str, str]) -> str:
             "used on one node; a script between the launcher and a rank must end in exec)"
         )
     return f"MASTER_ADDR={address} MASTER_PORT={port}"
+
+
+BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
+MIN_FREE_SHARE = 0.05
+
+
+class SharedMemoryError(RunError):
+    """/dev/shm has no room to work with."""
+
+
+def remove_dead_buffers(folder: Path, *, say: Callable[[str], None]) -> list[str]:
+    """Remove this user's all-reduce buffers that no process has mapped or open, and say which.
+
+    A process in another pid namespace that shares the folder is not seen. Taking a buffer's name away does not
+    disturb a run that has mapped it; only a peer that has yet to open it would miss it.
+    """
+    buffers = [path for path in folder.glob(BUFFER_PREFIX + "*") if path.stat().st_uid == os.getuid()]
+    if not buffers:
+        return []
+    in_use = set(_files_in_use(folder))
+    dead = sorted(path for path in buffers if str(path) not in in_use)
+    size_bytes = sum(path.stat().st_size for path in dead)
+    for path in dead:
+        path.unlink()
+    names = [path.name for path in dead]
+    if dead:
+        say(f"removed what dead runs left in {folder} ({size_bytes / MIB:.0f} MiB): {', '.join(names)}")
+    return names
+
+
+def check_room(folder: Path) -> None:
+    """Raise SharedMemoryError where less than 5 % is free: processes would stall or die with SIGBUS later."""
+    usage = shutil.disk_usage(folder)
+    if usage.free >= MIN_FREE_SHARE * usage.total:
+        return
+    files = sorted(((p.stat().st_size, p.name) for p in folder.iterdir() if p.is_file()), reverse=True)[:3]
+    largest = ", ".join(f"{name} ({size_bytes / MIB:.0f} MiB)" for size_bytes, name in files) or "none visible"
+    raise SharedMemoryError(
+        f"{folder} is nearly full: {usage.free / MIB:.0f} of {usage.total / MIB:.0f} MiB are free; "
+        f"remove what dead programs left there (largest files: {largest}) or give the container a larger one"
+    )
+
+
+def _files_in_use(folder: Path) -> Iterator[str]:
+    """Yield every path under `folder` that a process of this user has open or mapped.
+
+    A buffer is open before it is mapped, and mapped for as long as it is used: looking at both, in this order, leaves
+    no moment in which a starting run goes unseen.
+    """
+    for process in PROC.iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            paths = [*_open_files(process), *_mapped_files(process)]
+        except (PermissionError, FileNotFoundError, ProcessLookupError):
+            continue  # another user's process, which cannot open our buffers, or one that has just ended
+        yield from (path.removesuffix(" (deleted)") for path in paths if path.startswith(f"{folder}/"))
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    for descriptor in os.listdir(process / "fd"):
+        # A descriptor may close while the others are read; the one os.listdir used, if the process is this one, has.
+        with suppress(FileNotFoundError):
+            yield os.readlink(process / "fd" / descriptor)
+
+
+def _mapped_files(process: Path) -> Iterator[str]:
+    for line in (process / "maps").read_text().splitlines():
+        _, slash, path = line.partition("/")
+        yield slash + path

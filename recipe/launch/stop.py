@@ -7,7 +7,7 @@ with a step and is answered at its end, so that no rank waits for the answer.
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 from recipe.launch.processes import ProcessId, is_alive
@@ -59,9 +59,7 @@ class StopSignal:
             yield item
         self.ask()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, self._previous)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:

@@ -6,7 +6,7 @@ intervals, never of durations that overlap, and they add up to the step.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from recipe.profile.spans import Copy, Part, RankSpans, Transfer, Window, Work
@@ -44,12 +44,17 @@ def account_for(
     copies: Sequence[Copy],
 ) -> Account:
     """`waits_s`: for how long of each transfer, from its start, this rank only waits for slower ones."""
-    work: defaultdict[Part, float] = defaultdict(float)
+    spans = [(WORK, i, work.start_s, work.end_s) for i, work in enumerate(works)]
+    spans += [(COPY, i, copy.start_s, copy.end_s) for i, copy in enumerate(copies)]
+    for i, (transfer, wait_s) in enumerate(zip(transfers, waits_s, strict=True)):
+        moves_s = min(transfer.start_s + wait_s, transfer.end_s)
+        spans += [(WAITING, i, transfer.start_s, moves_s), (TRANSFER, i, moves_s, transfer.end_s)]
+    work_s: defaultdict[Part, float] = defaultdict(float)
     exposed, waiting, hidden = (defaultdict[int, float](float) for _ in range(3))
     copied = idle = idle_before = 0.0
     active: tuple[dict[int, None], ...] = tuple({} for _ in LANES)
     time_s, any_yet = window.start_s, False
-    for edge in _edges(window, works=works, transfers=transfers, waits_s=waits_s, copies=copies):
+    for edge in _edges(window, spans):
         passed_s = edge.time_s - time_s
         lane = next((lane for lane in LANES if active[lane]), None)
         if lane is None:
@@ -60,7 +65,7 @@ def account_for(
         else:
             first = next(iter(active[lane]))
             if lane == WORK:
-                work[works[first].part] += passed_s
+                work_s[works[first].part] += passed_s
                 moving = next(iter(active[TRANSFER] or active[WAITING]), None)
                 if moving is not None:
                     hidden[moving] += passed_s
@@ -72,7 +77,7 @@ def account_for(
             any_yet = True
         else:
             active[edge.lane].pop(edge.number, None)
-    return Account(work, exposed, waiting, hidden, copied, idle, idle_before)
+    return Account(work_s, exposed, waiting, hidden, copied, idle, idle_before)
 
 
 class _Edge(NamedTuple):
@@ -84,19 +89,7 @@ class _Edge(NamedTuple):
     number: int
 
 
-def _edges(
-    window: Window,
-    *,
-    works: Sequence[Work],
-    transfers: Sequence[Transfer],
-    waits_s: Sequence[float],
-    copies: Sequence[Copy],
-) -> list[_Edge]:
-    spans = [(WORK, i, work.start_s, work.end_s) for i, work in enumerate(works)]
-    spans += [(COPY, i, copy.start_s, copy.end_s) for i, copy in enumerate(copies)]
-    for i, (transfer, wait_s) in enumerate(zip(transfers, waits_s, strict=True)):
-        moves_s = min(transfer.start_s + wait_s, transfer.end_s)
-        spans += [(WAITING, i, transfer.start_s, moves_s), (TRANSFER, i, moves_s, transfer.end_s)]
+def _edges(window: Window, spans: Iterable[tuple[int, int, float, float]]) -> list[_Edge]:
     edges = []
     for lane, number, start_s, end_s in spans:
         start_s, end_s = max(start_s, window.start_s), min(end_s, window.end_s)

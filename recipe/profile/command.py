@@ -115,9 +115,9 @@ def run_flags(words: Sequence[str], *, out: Path, num_steps: int) -> list[str]:
 
 COMMANDS = (
     Command(
-        name="profile",
-        help="record some steps of a run, or read traces of one, and show where the time goes",
-        add_arguments=add_arguments,
-        run=profile,
+        "profile",
+        "record some steps of a run, or read traces of one, and show where the time goes",
+        add_arguments,
+        profile,
     ),
 )

@@ -53,21 +53,12 @@ OPTIMIZER_PREFIX = "Optimizer.step#"
 NCCL = re.compile(r"[nr]ccl(?:Symk?)?(?:Dev|Generic)?Kernel(?:_(?P<op>[A-Za-z]+))?")
 # Without underscores: NCCL's names, torch's, gloo's and c10d's.
 OPS = {
-    "allgather": "all_gather",
-    "allgatherintotensor": "all_gather",
-    "allgatherintotensorcoalesced": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "reducescattertensorcoalesced": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "allreducecoalesced": "all_reduce",
-    "alltoall": "all_to_all",
-    "alltoallv": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "send": "send",
-    "recv": "recv",
+    **dict.fromkeys(("allgather", "allgatherintotensor", "allgatherintotensorcoalesced"), "all_gather"),
+    **dict.fromkeys(("reducescatter", "reducescattertensorcoalesced"), "reduce_scatter"),
+    **dict.fromkeys(("allreduce", "allreducecoalesced"), "all_reduce"),
+    **dict.fromkeys(("alltoall", "alltoallv"), "all_to_all"),
+    **{op: op for op in ("broadcast", "reduce", "send", "recv", "barrier")},
     "sendrecv": "send_recv",
-    "barrier": "barrier",
 }
 # In these every rank needs something of every other, so that all end together.
 AMONG_ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier")

@@ -146,25 +146,32 @@ def _nccl_transfer(event: Event, context: Context, *, in_name: str | None) -> Tr
     op = collective_op(str(said.get(COMMS_NAME, in_name))) or collective_op(in_name or "") or "other"
     num_ranks = whole_number(said["Group size"]) if said.get("Group size") else None
     ranks = _listed_ranks(said.get("Process Group Ranks"), num_ranks=num_ranks)
+    given = None if said.get("In msg nelems") is None else whole_number(said["In msg nelems"])
+    if op == "all_gather" and given == 0 and num_ranks is not None:
+        given = whole_number(said.get("Out msg nelems") or 0) // num_ranks
     size = dtype_bytes(str(said.get("dtype", "")))
-    given, taken = said.get("In msg nelems"), said.get("Out msg nelems")
+    name, words = str(said.get("Process Group Name", "")), str(said.get("Process Group Description", ""))
+    group = f"{name} {words}".strip()
+    return _transfer(event, context, op=op, num_ranks=num_ranks, ranks=ranks, group=group, size=size, given=given)
+
+
+def _transfer(
+    event: Event,
+    context: Context,
+    *,
+    op: str,
+    num_ranks: int | None,
+    ranks: tuple[int, ...] | None,
+    group: str,
+    size: int | None,
+    given: int | None,
+) -> Transfer:
+    """A transfer to which this rank gives so many numbers of so many bytes, as far as they are known."""
     sent = None
     if size is not None and num_ranks is not None and given is not None:
-        whole = whole_number(given)
-        if op == "all_gather" and not whole:
-            whole = whole_number(taken or 0) // num_ranks
-        sent = sent_bytes(op, given_bytes=whole * size, num_ranks=num_ranks)
-    name, words = str(said.get("Process Group Name", "")), str(said.get("Process Group Description", ""))
-    return Transfer(
-        start_s=event.start_s,
-        end_s=event.end_s,
-        op=op,
-        part=_transfer_part(context, narrow=size == 1),
-        num_ranks=num_ranks,
-        ranks=ranks,
-        group=f"{name} {words}".strip(),
-        sent_bytes=sent,
-    )
+        sent = sent_bytes(op, given_bytes=given * size, num_ranks=num_ranks)
+    part = _transfer_part(context, narrow=size == 1)
+    return Transfer(event.start_s, event.end_s, op, part, num_ranks, ranks, group, sent)
 
 
 def _listed_ranks(text: Any, *, num_ranks: int | None) -> tuple[int, ...] | None:
@@ -205,19 +212,7 @@ def _gloo_transfer(event: Event, call: Placed | None, *, op: str) -> Transfer:
     types, given = event.args.get("Input type") or [""], _numel(event.args.get("Input Dims", []))
     size, ranks = dtype_bytes(types[0]), context.ranks
     num_ranks = len(ranks) if ranks is not None else _ranks_by_shape(call)
-    sent = None
-    if size is not None and num_ranks is not None:
-        sent = sent_bytes(op, given_bytes=given * size, num_ranks=num_ranks)
-    return Transfer(
-        start_s=event.start_s,
-        end_s=event.end_s,
-        op=op,
-        part=_transfer_part(context, narrow=size == 1),
-        num_ranks=num_ranks,
-        ranks=ranks,
-        group="",
-        sent_bytes=sent,
-    )
+    return _transfer(event, context, op=op, num_ranks=num_ranks, ranks=ranks, group="", size=size, given=given)
 
 
 def _ranks_by_shape(call: Placed | None) -> int | None:

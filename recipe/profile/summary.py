@@ -204,14 +204,11 @@ def _transfer_rows(
                     waiting_s=row.waiting_s + account.waiting.get(number, 0) * share,
                 )
                 moved[route] += one.moves_s * share
-    found = [_with_speed(row, moved_s=moved[route], said=route not in unsaid) for route, row in rows.items()]
+    found = []
+    for route, row in rows.items():
+        speed = row.sent_bytes / moved[route] if row.sent_bytes and moved[route] > 0 else None
+        found.append(row._replace(sent_bytes=None) if route in unsaid else row._replace(bytes_per_s=speed))
     return sorted(found, key=lambda row: -(row.exposed_s + row.waiting_s + row.hidden_s))
-
-
-def _with_speed(row: TransferRow, *, moved_s: float, said: bool) -> TransferRow:
-    if not said:
-        return row._replace(sent_bytes=None)
-    return row._replace(bytes_per_s=row.sent_bytes / moved_s if row.sent_bytes and moved_s > 0 else None)
 
 
 def _imbalances(accounts: Sequence[Sequence[Account]]) -> list[Imbalance]:

@@ -79,18 +79,14 @@ def _events(timeline: RankTimeline) -> Iterator[Slice]:
     threads = [
         ("steps", [_slice(step, f"step {step.step}" if step.step else "all", "step") for step in timeline.steps])
     ]
-    threads += [
-        (_numbered("transfers", i), [part for one in lane for part in _of_transfer(one)])
-        for i, lane in enumerate(_lanes(timeline.transfers, [one.transfer for one in timeline.transfers]))
-    ]
-    threads += [
-        (_numbered("work", i), list(_of_works(lane, gap_s=gap_s)))
-        for i, lane in enumerate(_lanes(timeline.works, timeline.works))
-    ]
-    threads += [
-        (_numbered("copies", i), [_slice(copy, copy.name, "copies") for copy in lane])
-        for i, lane in enumerate(_lanes(timeline.copies, timeline.copies))
-    ]
+    transfers = _lanes(timeline.transfers, [one.transfer for one in timeline.transfers])
+    lanes = {
+        "transfers": [[part for one in lane for part in _of_transfer(one)] for lane in transfers],
+        "work": [list(_of_works(lane, gap_s=gap_s)) for lane in _lanes(timeline.works, timeline.works)],
+        "copies": [[_slice(c, c.name, "copies") for c in lane] for lane in _lanes(timeline.copies, timeline.copies)],
+    }
+    for name, found in lanes.items():
+        threads += [(f"{name} {i + 1}" if i else name, slices) for i, slices in enumerate(found)]
     for tid, (name, slices) in enumerate(threads):
         yield _named("thread_name", name, pid=pid, tid=tid)
         yield {**_named("thread_sort_index", "", pid=pid, tid=tid), "args": {"sort_index": tid}}
@@ -149,10 +145,6 @@ def _of_part(part: Part) -> dict[str, Any]:
 
 def _named(kind: str, name: str, *, pid: int, tid: int = 0) -> Slice:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _numbered(name: str, index: int) -> str:
-    return f"{name} {index + 1}" if index else name
 
 
 def _us(time_s: float) -> float:

@@ -235,7 +235,13 @@ def _combination_faults(arguments: Arguments) -> Iterator[str]:
         yield "--upcycle_num_experts and --upcycle_top_k go together: so many experts, so many of them for a token"
     if a.upcycle_noise_std > 0 and a.upcycle_num_experts is None:
         yield f"--upcycle_noise_std {a.upcycle_noise_std} is for experts that --upcycle_num_experts makes"
-    yield from _hub_faults(a)
+    for name in ("hub_model_id", "hub_private_repo"):
+        if getattr(a, name) is not None and not a.push_to_hub:
+            yield f"--{name} is for what --push_to_hub uploads; add that, or leave it out"
+    if a.push_to_hub and a.hf_save == "never":
+        yield "--push_to_hub uploads the Hugging Face weights that --hf_save never does not write; use --hf_save last"
+    if a.push_to_hub and a.save_strategy == "no":
+        yield "--push_to_hub uploads what --save_strategy no does not write; leave one of them out"
     if a.output_dir is None:
         yield "no --output_dir is given; name the folder for logs and checkpoints"
     if a.max_steps == 0:
@@ -246,18 +252,6 @@ def _combination_faults(arguments: Arguments) -> Iterator[str]:
         yield f"--report_to {' '.join(a.report_to)} names none together with others; keep one"
     if a.overwrite_output_dir and a.resume_from_checkpoint is not None:
         yield "--overwrite_output_dir deletes what --resume_from_checkpoint would read; keep one"
-
-
-def _hub_faults(arguments: Arguments) -> Iterator[str]:
-    """Yield flags about a push to the hub where there is none, and a push without weights."""
-    a = arguments
-    for name in ("hub_model_id", "hub_private_repo"):
-        if getattr(a, name) is not None and not a.push_to_hub:
-            yield f"--{name} is for what --push_to_hub uploads; add that, or leave it out"
-    if a.push_to_hub and a.hf_save == "never":
-        yield "--push_to_hub uploads the Hugging Face weights that --hf_save never does not write; use --hf_save last"
-    if a.push_to_hub and a.save_strategy == "no":
-        yield "--push_to_hub uploads what --save_strategy no does not write; leave one of them out"
 
 
 def _help_parser(specs: Mapping[str, FlagSpec]) -> argparse.ArgumentParser:

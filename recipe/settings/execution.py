@@ -76,26 +76,15 @@ def settle_execution(
 ) -> Execution:
     """Every option but `cuda_graph`, which `settle_graphs` settles last; every value that cannot hold is a fault."""
     shares, gathers_again = layout.tp > 1, layout.ep > 1
-    kept = "gathered again in the backward" if gathers_again else "kept"
-    overlap = _switch(
-        sources,
-        block=block,
-        key="overlap",
-        auto=shares,
-        why="transfers travel while others are worked on" if shares else "there is one rank in a group",
-    )
+    why = "transfers travel while others are worked on" if shares else "there is one rank in a group"
+    overlap = _switch(sources, block=block, key="overlap", auto=shares, why=why)
+    kept = f"gathered tokens are {'gathered again in the backward' if gathers_again else 'kept'}, ep={layout.ep}"
     execution = Execution(
         strategy=strategy,
         experts_backend=experts_backend,
         overlap=overlap,
         overlap_chunks=_chunks(sources, block=block),
-        regather=_switch(
-            sources,
-            block=block,
-            key="regather",
-            auto=gathers_again,
-            why=f"gathered tokens are {kept}, ep={layout.ep}",
-        ),
+        regather=_switch(sources, block=block, key="regather", auto=gathers_again, why=kept),
         token_dtype=_dtype(sources, block=block, key="token_dtype", layout=layout, strategy=strategy),
         combine_dtype=_dtype(sources, block=block, key="combine_dtype", layout=layout, strategy=strategy),
         resident_experts=_copies(sources, block=block),
@@ -115,16 +104,21 @@ def _switch(sources: Sources, *, block: Mapping[str, Any], key: str, auto: bool,
     return value is True
 
 
-def _chunks(sources: Sources, *, block: Mapping[str, Any]) -> int | None:
-    value = block.get("overlap_chunks", "auto")
+def read_number(sources: Sources, *, block: Mapping[str, Any], key: str) -> int | None:
+    """Read a whole number of the "parallel" block; None for "auto", an absent key, and what is a fault."""
+    value = block.get(key, "auto")
     if value == "auto":
         return None
     try:
-        number = int(convert(value, kind=int))
+        return int(convert(value, kind=int))
     except ValueError as error:
-        sources.faults.append(f'"parallel.overlap_chunks" in {sources.file}: {error}; give one or "auto"')
+        sources.faults.append(f'"parallel.{key}" in {sources.file}: {error}; give one or "auto"')
         return None
-    if number < 1:
+
+
+def _chunks(sources: Sources, *, block: Mapping[str, Any]) -> int | None:
+    number = read_number(sources, block=block, key="overlap_chunks")
+    if number is not None and number < 1:
         sources.faults.append(f'"parallel.overlap_chunks": {number} must be at least 1; "auto" takes what pays')
         return None
     return number

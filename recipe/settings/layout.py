@@ -4,7 +4,7 @@ DeepSpeed's "world" is dp: the tp ranks of a group share one micro-batch, so
 train_batch_size = micro x accumulation x dp.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from modeling.execution import Execution
 from modeling.layout import BatchSizes, LayoutRequest, ParallelLayout, allowed_ep, fitting_layouts, layout_faults
 from modeling.spec import ModelSizes
 from recipe.settings.deepspeed_keys import look_up
-from recipe.settings.execution import WorldInfo, settle_backend, settle_choice, settle_execution
+from recipe.settings.execution import WorldInfo, read_number, settle_backend, settle_choice, settle_execution
 from recipe.settings.flags import convert
 from recipe.settings.sources import Sources
 
@@ -113,7 +113,12 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, prec
     layout = _choose_layout(sources, block=block, search=search)
     batch = solve_batch(search.wish, dp=layout.dp)
     sources.faults += batch_faults(search.wish, layout=layout)
-    sources.faults += _with_widest_fit(search.faults_of(layout), search=search)
+    faults = search.faults_of(layout)
+    sources.faults += faults
+    if faults and (widest := search.widest()):
+        sources.faults.append(
+            f'the largest layout that fits is {widest}: "parallel": {{"tp": {widest.tp}, "ep": {widest.ep}}}'
+        )
     sources.notes.append(
         f"{TOTAL_KEY} {batch.total} = micro {batch.micro} x accum {batch.accumulation} x dp {layout.dp}"
     )
@@ -185,7 +190,7 @@ def _batch_wish(sources: Sources) -> BatchWish:
 def _choose_layout(sources: Sources, *, block: Mapping[str, Any], search: _Search) -> ParallelLayout:
     """Take the layout asked for; for each "auto", the widest group, then the most whole experts per rank that fit."""
     world_size = search.ranks.world_size
-    tp, ep = (_size(sources, block=block, key=key) for key in ("tp", "ep"))
+    tp, ep = (read_number(sources, block=block, key=key) for key in ("tp", "ep"))
     if tp is not None:
         shares = allowed_ep(search.sizes, tp) if tp >= 1 and search.strategy != "gather_weights" else []
         layout = ParallelLayout(
@@ -198,29 +203,6 @@ def _choose_layout(sources: Sources, *, block: Mapping[str, Any], search: _Searc
     if ep is None:
         sources.notes.append(f'"parallel.ep": "auto" became {layout.ep} ({layout})')
     return layout
-
-
-def _size(sources: Sources, *, block: Mapping[str, Any], key: str) -> int | None:
-    """Read a whole number; None for "auto" or an absent key."""
-    value = block.get(key, "auto")
-    if value == "auto":
-        return None
-    try:
-        return int(convert(value, kind=int))
-    except ValueError as error:
-        sources.faults.append(f'"parallel.{key}" in {sources.file}: {error}; give one or "auto"')
-        return None
-
-
-def _with_widest_fit(faults: Sequence[str], *, search: _Search) -> list[str]:
-    """Add a last line with a layout that breaks none of these rules, where there is one."""
-    widest = search.widest() if faults else None
-    if widest is None:
-        return list(faults)
-    return [
-        *faults,
-        f'the largest layout that fits is {widest}: "parallel": {{"tp": {widest.tp}, "ep": {widest.ep}}}',
-    ]
 
 
 def _strategy_notes(search: _Search, layout: ParallelLayout, *, regather: bool) -> Iterator[str]:

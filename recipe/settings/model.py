@@ -168,6 +168,8 @@ def _weights_faults(base: _Base, *, kwargs: Mapping[str, Any], arguments: Argume
     if not file.is_dense and arguments.upcycle_num_experts is not None:
         yield f"{file.file} is a {file.model_type} with experts of its own; --upcycle_num_experts is for dense models"
     by_flags = {"num_experts": "upcycle_num_experts", "num_experts_per_tok": "upcycle_top_k"} if file.is_dense else {}
+    rope = kwargs.get("rope_parameters")
+    is_dynamic = isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic"
     fixed = FIXED_BY_WEIGHTS if file.is_dense else (*FIXED_BY_WEIGHTS, *WHERE_EXPERTS_ARE)
     for key, value in arguments.config_overrides.items():
         if key in by_flags:
@@ -183,16 +185,11 @@ def _weights_faults(base: _Base, *, kwargs: Mapping[str, Any], arguments: Argume
                 f"{SUM_TO_ONE[key]!r}: with experts whose weights sum to something else than 1 it would not start as "
                 "the model it is made of"
             )
-        elif key == "max_position_embeddings" and _is_dynamic(kwargs) and wanted != has:
+        elif key == "max_position_embeddings" and is_dynamic and wanted != has:
             yield (
                 f"--config_overrides {key}={value!r} would turn positions otherwise than the weights have learnt, "
                 f"since a rotary embedding of type dynamic goes by it; {file.file} has {has!r}"
             )
-
-
-def _is_dynamic(kwargs: Mapping[str, Any]) -> bool:
-    rope = kwargs.get("rope_parameters")
-    return isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic"
 
 
 def _overridden(kwargs: Mapping[str, Any], *, overrides: Mapping[str, Any], has_weights: bool) -> dict[str, Any]:

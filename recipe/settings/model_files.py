@@ -97,26 +97,15 @@ GENERATION = (
 
 # Settings our model has only one value for, under any of its spellings.
 ONLY_VALUE: Mapping[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False, None),
-    "attention_bias": (False, None),
+    **dict.fromkeys(("add_cross_attention", "attention_bias", "is_decoder", "is_encoder_decoder"), (False, None)),
+    **dict.fromkeys(("mlp_bias", "output_attentions", "output_hidden_states", "rope_interleaved"), (False, None)),
+    **dict.fromkeys(("tie_encoder_decoder", "use_sliding_window"), (False, None)),
+    **dict.fromkeys(("return_dict", "tie_last_hidden_states"), (True, None)),
+    **dict.fromkeys(("partial_rotary_factor", "pretraining_tp"), (1, None)),
+    **dict.fromkeys(("cross_attention_hidden_size", "problem_type", "quantization_config"), (None,)),
     "chunk_size_feed_forward": (0, None),
-    "cross_attention_hidden_size": (None,),
-    "is_decoder": (False, None),
-    "is_encoder_decoder": (False, None),
-    "mlp_bias": (False, None),
-    "output_attentions": (False, None),
-    "output_hidden_states": (False, None),
-    "partial_rotary_factor": (1, None),
     "per_layer_config": (None, {}),
-    "pretraining_tp": (1, None),
-    "problem_type": (None,),
     "pruned_heads": ({}, None),
-    "quantization_config": (None,),
-    "return_dict": (True, None),
-    "rope_interleaved": (False, None),
-    "tie_encoder_decoder": (False, None),
-    "tie_last_hidden_states": (True, None),
-    "use_sliding_window": (False, None),
 }
 
 # Types of rotary embeddings that are stretched from a length, max_position_embeddings where they name no other.

@@ -6,147 +6,59 @@
 from collections.abc import Mapping
 from typing import Any
 
-OLMOE: Mapping[str, Any] = {
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "moe_intermediate_size": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-    "qk_norm": "full",
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+# In the order in which the numbers of each preset stand below.
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok"),
+)
 
+
+def _preset(*sizes: int, qk_norm: str, positions: int, theta: float, eps: float, sums_to_one: bool = True) -> Any:
+    return {
+        **dict(zip(SIZES, sizes, strict=True)),
+        "norm_topk_prob": sums_to_one,
+        "qk_norm": qk_norm,
+        "max_position_embeddings": positions,
+        "rope_theta": theta,
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": False,
+    }
+
+
+OLMOE: Mapping[str, Any] = _preset(
+    *(50304, 2048, 1024, 1024, 16, 16, 16, 128, 64, 8),
+    qk_norm="full",
+    positions=4096,
+    theta=1e4,
+    eps=1e-5,
+    sums_to_one=False,
+)
 # The articles' own model as far as they state it: width 1024, 64 heads (of 16 numbers, then), 8 experts of 4 x 1024
 # with two per token, up to 32K positions. They name no layers and no vocabulary: 24 layers and 32,000 tokens are
 # assumed. By the rates that `benchmarks/claims` assumes, their 290 ms are a step of about 21 layers. Their experts have
 # two matrices, those here three.
-ARTICLE: Mapping[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "moe_intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "qk_norm": "none",
-    "max_position_embeddings": 32768,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+ARTICLE: Mapping[str, Any] = _preset(
+    *(32000, 1024, 4096, 4096, 24, 64, 64, 16, 8, 2), qk_norm="none", positions=32768, theta=1e4, eps=1e-6
+)
+# One and a half times as wide experts and 256K positions are what the second one asks for.
+WIDER = {"intermediate_size": 6144, "moe_intermediate_size": 6144, "max_position_embeddings": 262144}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "demo": {
-        "vocab_size": 8192,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "moe_intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "qk_norm": "head",
-        "max_position_embeddings": 2048,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "qk_norm": "head",
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-235b-a22b": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_hidden_layers": 94,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "qk_norm": "head",
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    "mixtral-8x7b": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "moe_intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "qk_norm": "none",
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
-    "mixtral-8x22b": {
-        "vocab_size": 32000,
-        "hidden_size": 6144,
-        "intermediate_size": 16384,
-        "moe_intermediate_size": 16384,
-        "num_hidden_layers": 56,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "qk_norm": "none",
-        "max_position_embeddings": 65536,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
+    "demo": _preset(*(8192, 256, 768, 384, 4, 8, 4, 32, 8, 2), qk_norm="head", positions=2048, theta=1e4, eps=1e-6),
+    "qwen3-30b-a3b": _preset(
+        *(151936, 2048, 6144, 768, 48, 32, 4, 128, 128, 8), qk_norm="head", positions=40960, theta=1e6, eps=1e-6
+    ),
+    "qwen3-235b-a22b": _preset(
+        *(151936, 4096, 12288, 1536, 94, 64, 4, 128, 128, 8), qk_norm="head", positions=40960, theta=1e6, eps=1e-6
+    ),
+    "mixtral-8x7b": _preset(
+        *(32000, 4096, 14336, 14336, 32, 32, 8, 128, 8, 2), qk_norm="none", positions=32768, theta=1e6, eps=1e-5
+    ),
+    "mixtral-8x22b": _preset(
+        *(32000, 6144, 16384, 16384, 56, 48, 8, 128, 8, 2), qk_norm="none", positions=65536, theta=1e6, eps=1e-5
+    ),
     "olmoe-1b-7b": OLMOE,
     "olmoe": OLMOE,
     "article-1": ARTICLE,
-    # One and a half times as wide experts and 256K positions are what the second one asks for.
-    "article-2": {
-        **ARTICLE,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 6144,
-        "max_position_embeddings": 262144,
-    },
+    "article-2": {**ARTICLE, **WIDER},
 }

@@ -62,7 +62,11 @@ class Sources:
         for path in paths:
             value = look_up(self.json, path)
             if value not in (None, "auto"):
-                candidates += self._converted(path, value=value, flag=flag)
+                origin = f'"{path}" in {self.file}'
+                try:
+                    candidates.append(Found(self._specs[flag].read(value), origin))
+                except ValueError as error:
+                    self.faults.append(f"{origin}: {error}")
         self.agree(candidates)
         return candidates[0] if candidates else Found(getattr(self.arguments, flag), None)
 
@@ -75,11 +79,3 @@ class Sources:
                     f"{first.origin} is {first.value}, but {other.origin} is {other.value}; "
                     'make them equal, or set the key to "auto"'
                 )
-
-    def _converted(self, path: str, *, value: Any, flag: str) -> list[Found]:
-        origin = f'"{path}" in {self.file}'
-        try:
-            return [Found(self._specs[flag].read(value), origin)]
-        except ValueError as error:
-            self.faults.append(f"{origin}: {error}")
-            return []

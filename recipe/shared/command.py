@@ -6,6 +6,7 @@ needs is loaded when it runs.
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 
@@ -33,14 +34,8 @@ def whole_number(text: str, *, least: int) -> int:
     return number
 
 
-def at_least_one(text: str) -> int:
-    """Read a whole number of at least 1."""
-    return whole_number(text, least=1)
-
-
-def at_least_two(text: str) -> int:
-    """Read a whole number of at least 2."""
-    return whole_number(text, least=2)
+at_least_one = partial(whole_number, least=1)
+at_least_two = partial(whole_number, least=2)
 
 
 def at_least_even(text: str) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 from modeling.config import GatherMoeConfig
 from modeling.layout import ParallelLayout
 from modeling.mesh import build_mesh, one_rank_mesh
-from recipe.hf.folder import HfFolder
+from recipe.hf.load import HfFolder
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model
 from tests.engine_runs import Case, slow

@@ -31,14 +31,15 @@ from recipe.launch.rendezvous import (
     private_folder,
     wait_for_all,
 )
-from recipe.launch.shared_memory import SharedMemoryError, check_room, remove_dead_buffers
 from recipe.launch.start import (
+    SharedMemoryError,
     World,
+    check_room,
     check_world_size,
     compute_capability,
-    local_rank_from,
     rank_from,
     read_world,
+    remove_dead_buffers,
     start_ranks,
     stop_ranks,
 )
@@ -94,9 +95,9 @@ def test_an_odd_variable_is_named(changes: dict[str, str], message: str) -> None
 
 @pytest.mark.requirement("R-LAUNCH-04")
 def test_who_prints_is_known_even_from_odd_variables() -> None:
-    assert (rank_from(DEEPSPEED), local_rank_from(DEEPSPEED)) == (3, 1)
+    assert (rank_from(DEEPSPEED), rank_from(DEEPSPEED, "LOCAL_RANK")) == (3, 1)
     for odd in ({}, {"RANK": "", "LOCAL_RANK": ""}, {"RANK": "x", "LOCAL_RANK": "-1"}, {"RANK": "1.5"}):
-        assert (rank_from(odd), local_rank_from(odd)) == (0, 0)
+        assert (rank_from(odd), rank_from(odd, "LOCAL_RANK")) == (0, 0)
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])

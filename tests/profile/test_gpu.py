@@ -11,7 +11,7 @@ import pytest
 from modeling.execution import Execution
 from recipe.profile.account import account_for
 from recipe.profile.host import collective_op, dtype_bytes, kind_of_kernel, module_scope
-from recipe.profile.savings import find_savings
+from recipe.profile.report import find_savings
 from recipe.profile.spans import Copy, Part, Transfer, Window, Work, sent_bytes
 from recipe.profile.trace_file import read_trace
 from recipe.profile.transfers import Links, Route, route_of

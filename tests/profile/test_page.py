@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from recipe.profile.report import TIMELINE_NAME, as_json, as_page, write_report
-from recipe.profile.savings import find_savings
+from recipe.profile.report import TIMELINE_NAME, as_json, as_page, find_savings, write_report
 from recipe.profile.summary import Summary, summarise
 from recipe.profile.trace_file import find_traces, read_traces
 from recipe.profile.transfers import Links
