@@ -106,7 +106,9 @@ def measure(rank: int, world_size: int, measured: Measured) -> Peak:
 
 def _name_states(memory: LiveMemory, engine: Any) -> None:
     """What DeepSpeed has made of the weights and given the optimizer."""
-    memory.name(engine.ds.basic_optimizer.state, kind="optimizer")
+    states = engine.ds.basic_optimizer.state
+    moments = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    memory.name([*states, *moments], kind="optimizer")
     for parameter in engine.model.parameters():
         memory.name([getattr(parameter, "ds_tensor", parameter)], kind="weights")
 
