@@ -36,7 +36,7 @@ FIXED_POINT = 2**40
 
 
 class ExpertsWithCopies(GatherMoeExperts):
-    """The same experts, and slots for copies of other ranks'; `held` is None as long as no copies are to be used."""
+    """A rank's experts, and slots for copies of other ranks'; `held` is None as long as no copies are to be used."""
 
     def __init__(self, config: GatherMoeConfig, *, mesh: ParallelMesh, execution: Execution) -> None:
         """ValueError where this layout cannot have so many slots."""

@@ -64,7 +64,7 @@ class MoeTraffic:
         return WireBytes(payload, sum(transfer.sent_bytes for transfer in transfers if transfer.is_routing))
 
     def transfers(self, strategy: str) -> tuple[WireTransfer, ...]:
-        """The same one by one. All-gather and reduce-scatter each send (N-1)/N of the whole, as a ring."""
+        """Bytes by collective. All-gather and reduce-scatter each send (N-1)/N of the whole, as a ring."""
         formulas = {
             "gather_tokens": self._gathered_tokens,
             "gather_weights": self._gathered_weights,

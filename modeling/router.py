@@ -61,7 +61,7 @@ class RouterStatistics(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of all experts, both [t, E]: what they are chosen and weighted by, and the same as a distribution."""
+    """Scores of all experts, both [t, E]: what they are chosen and weighted by, and the same as a distribution."""
 
     scores_tE: Tensor
     probs_tE: Tensor

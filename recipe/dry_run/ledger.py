@@ -87,7 +87,7 @@ class Ledger(TorchDispatchMode):
         return Volume(sum(entry.sent_bytes for entry in self.booked) - routing, routing)
 
     def rows(self, mesh: ParallelMesh) -> tuple[Sent, ...]:
-        """The same by the mesh's axes; a group of one sends nothing and is left out."""
+        """Return what was booked by the mesh's axes; a group of one sends nothing and is left out."""
         return add_up(
             Sent(axis_of(entry.group, mesh), entry.op, entry.purpose, 1, entry.sent_bytes)
             for entry in self.booked

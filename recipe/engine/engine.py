@@ -296,7 +296,7 @@ class Engine:
         return inputs
 
     def _noise(self, micro_batch: MicroBatch, *, index: int) -> NoiseOrigin | None:
-        """Of the step's micro-batch `index`, by the place of its tokens in the stream that all groups read."""
+        """Return the noise of micro-batch `index`, by the place of its tokens in the stream that all groups read."""
         if not self.model.config.router_jitter_noise:
             return None
         parts_before = index * self.mesh.layout.dp + self.mesh.dp_rank

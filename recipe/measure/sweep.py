@@ -170,7 +170,7 @@ def results_as_json(
 
 
 def run_name(config: Mapping[str, Any]) -> str:
-    """Of the files of this configuration's run, the same in every sweep."""
+    """Name the files of this configuration's run, alike in every sweep."""
     return f"plan-{hashlib.sha256(_key(config).encode()).hexdigest()[:10]}"
 
 

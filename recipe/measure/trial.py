@@ -78,7 +78,7 @@ def _random_part(engine: Engine, request: Request, *, index: int) -> MicroBatch:
 
 
 def _peak_bytes(engine: Engine, request: Request) -> int:
-    """Of one more step: as the CUDA allocator counts it, or by following every tensor, which would slow the others."""
+    """Measure one more step's memory: the CUDA allocator's count, or every tensor followed, which slows a step."""
     if request.world.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         _timed_step(engine, request)

@@ -55,7 +55,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiencies:
-    """What of the peaks programs reach, where nothing was measured.
+    """Shares of the peaks that programs reach, where nothing was measured.
 
     product             of the peak, by a product that is large in every dim
     half_rows           rows, per expert where grouped, at which a product reaches half of that

@@ -119,7 +119,7 @@ class MemoryLine(NamedTuple):
 
 
 def memory_line(spans: RankSpans) -> MemoryLine | None:
-    """Of the GPU where there is one; None where the profiler did not watch memory (profile_memory=True).
+    """Trace memory, the GPU's where there is one; None where the profiler did not watch memory (profile_memory=True).
 
     A GPU's allocator says its total. The CPU's counts from the recording's start on and misses what was there before,
     and its releases; our recorder says how much that was.

@@ -106,7 +106,7 @@ class _Numbered(NamedTuple):
             self.again[event.thread, number] = outer.scope
 
     def find(self, event: Event, number: int, outer: Context, *, absent: Scope | None) -> Scope | None:
-        """Of the operator that a node differentiates; `absent` where it was not recorded."""
+        """Return the part of the operator that a node differentiates; `absent` where it was not recorded."""
         if outer.nested and (event.thread, number) in self.again:
             return self.again[event.thread, number]
         return self.forward.get(number, absent)
@@ -217,12 +217,12 @@ def _note(host: Host, event: Event, outer: Context, context: Context) -> None:
 
 
 def kind_of_kernel(name: str) -> str:
-    """Of a kernel or an operator that nothing around it says more about."""
+    """Return the part of a kernel or an operator about which nothing around it says more."""
     return _first(KERNEL_KINDS, name) or "other"
 
 
 def module_scope(name: str) -> Scope | None:
-    """Of `nn.Module: Qwen3MoeAttention_7`: the number counts modules of a class, so only a block's is its layer's."""
+    """Return the part that `nn.Module: Qwen3MoeAttention_7` names; only a block's number is its layer's."""
     if not name.startswith(MODULE_PREFIX):
         return None
     name = name.removeprefix(MODULE_PREFIX)

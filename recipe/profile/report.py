@@ -195,7 +195,7 @@ def _hide(row: TransferRow, summary: Summary) -> str:
 
 
 def _rarer(purpose: str, facts: Mapping[str, Any]) -> str:
-    """Of what data parallelism sends: stage 2 sums gradients in every micro-batch, stage 3 fetches weights there, too.
+    """Advise how to send less often: stage 2 sums gradients in every micro-batch, stage 3 fetches weights there, too.
 
     The update's own transfers come once a step in any stage.
     """

@@ -29,7 +29,7 @@ INPUT_ARGUMENT = {"c10d::allreduce_": 0, "c10d::broadcast_": 0, "c10d::allreduce
 
 
 class Part(NamedTuple):
-    """Of the model and of the step; `layer` is None outside blocks. See scopes.py and host.py."""
+    """A part of the model and of the step; `layer` is None outside blocks. See scopes.py and host.py."""
 
     kind: str
     layer: int | None
@@ -235,7 +235,7 @@ def sent_bytes(op: str, *, given_bytes: float, num_ranks: int) -> float | None:
 
 
 def _numel(dims: Any) -> int:
-    """Of one shape, or of a list of them together."""
+    """Count the elements of one shape, or of a list of them together."""
     if isinstance(dims, list) and any(isinstance(entry, list) for entry in dims):
         return sum(_numel(entry) for entry in dims)
     return math.prod(dims) if isinstance(dims, list) and all(isinstance(n, int) for n in dims) else 0

@@ -212,7 +212,7 @@ def _transfer_rows(
 
 
 def _imbalances(accounts: Sequence[Sequence[Account]]) -> list[Imbalance]:
-    """Of every kind of work, the longest first."""
+    """Compare the ranks in every kind of work, the longest first."""
     kinds = {part.kind for by_step in accounts for account in by_step for part in account.work}
     found = []
     for kind in kinds:

@@ -123,7 +123,7 @@ def read_trace(path: Path, *, default_rank: int = 0) -> Trace:
 
 
 def unreadable(path: Path, error: Exception) -> ValueError:
-    """Of a trace whose events are not what the profiler writes."""
+    """Return the error of a trace whose events are not what the profiler writes."""
     return ValueError(f"{path} is not a trace of the PyTorch profiler that can be read: {error!r}")
 
 
@@ -196,7 +196,7 @@ def _number(value: Any) -> float:
 
 
 def whole_number(value: Any) -> int:
-    """Of a number or a text of digits. TypeError for anything else."""
+    """Read a whole number from a number or a text of digits. TypeError for anything else."""
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     return int(_number(value))

@@ -217,7 +217,7 @@ def named_collectives() -> Iterator[None]:
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that Python sees, each storage once; those that have none, being fake, take no memory."""
+    """Count the bytes of all tensors that Python sees, each storage once; fake ones have none."""
     storages = {}
     for found in gc.get_objects():
         if not issubclass(type(found), torch.Tensor) or issubclass(type(found), FakeTensor):
