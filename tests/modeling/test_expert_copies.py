@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling.copies import ExpertsWithCopies, choose_copies, copy_traffic
+from modeling.copies import ExpertsWithCopies, HeldCopies, choose_copies, copy_traffic
 from modeling.execution import Execution
 from modeling.experts import GatherMoeExperts
 from modeling.experts_loop import LoopExperts
@@ -95,6 +96,21 @@ def test_layers_with_copies_equal_one_rank(
         assert max(errors.values()) <= tolerance, (case, errors)
     for case in ((1, "all to one"), (2, "last rank idle"), (3, "padding")):
         assert sum(answers[case][1] for answers in by_rank) > 0, (case, "no row moved")
+
+
+def answers_without_the_way_home(rank: int, world_size: int) -> dict[Any, Any]:
+    with patch.object(HeldCopies, "add_home", lambda *_, **__: None):
+        return all_answers(rank, world_size, 2, 1, "loop", torch.float64)
+
+
+def test_without_the_way_home_the_owners_gradient_is_wrong() -> None:
+    by_rank = run_ranks(answers_without_the_way_home, 2)
+    case = (1, "all to one")
+    got = join_answer([answers[case][0] for answers in by_rank], ParallelLayout(tp=2, ep=2))
+    errors = relative_errors(got, reference(*case, torch.float64))
+    assert errors["gate_up"] > 0.1
+    assert errors["down"] > 0.1
+    assert max(errors[name] for name in ("out", "x", "weights")) < 1e-5
 
 
 def pass_of(layer: Layer) -> LoopExperts:
