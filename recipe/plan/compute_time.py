@@ -249,86 +249,44 @@ def _half_of_a_layer(job: Job, rates: Rates, *, first: float, second: float, bet
     return Both(forward, backward)
 
 
-class Rows(NamedTuple):
-    """What the experts of a rank work on.
-
-    per_expert   rows of one expert in one chunk
-    buffer       rows of one chunk as the elementwise work sees them, all experts together
-    num_experts  here
-    width        of an expert here
-    chunks       of tokens
-    tokens       whose sums they add to
-    """
-
-    per_expert: float
-    buffer: float
-    num_experts: float
-    width: float
-    chunks: int
-    tokens: float
-
-
-def expert_rows(job: Job) -> Rows:
-    """Return the rows of the slowest rank, by strategy."""
-    sizes, layout, active = job.sizes, job.layout, job.sizes.num_experts_per_tok
-    strategy = job.group_strategy
-    experts, width = sizes.num_experts / layout.ep, sizes.moe_intermediate_size / layout.etp
-    chunks, tokens = 1, float(job.num_tokens)
-    rows: float
-    buffer: float
-    if strategy == "gather_weights":
-        experts, width, tokens = sizes.num_experts, sizes.moe_intermediate_size, job.tokens_per_rank
-        rows = buffer = active * tokens
-    elif strategy == "all_to_all":
-        rows = buffer = job.rho * active * tokens / layout.tp
-        tokens = rows
-    else:
-        chunks = job.num_chunks
-        rows = (job.rho if layout.ep > 1 else 1.0) * active * tokens / layout.ep
-        buffer = tokens * min(active, experts) if job.static_rows else rows
-    return Rows(rows / experts / chunks, buffer / chunks, experts, width, chunks, tokens)
-
-
 def expert_times(job: Job, rates: Rates) -> Both:
     """Return the seconds of a layer's experts with the norm before them and the sum after them, without the router."""
-    rows, width, layout = expert_rows(job), job.sizes.hidden_size, job.layout
+    rows, width, layout = job.expert_rows, job.sizes.hidden_size, job.layout
     here = job.tokens_per_rank * width
-    # One after another each expert's rows are worked on alone; grouped, a chunk's rows at once.
-    each, count = (rows.buffer, rows.chunks) if job.static_rows else (rows.per_expert, rows.num_experts * rows.chunks)
     all_experts = rows.num_experts * rows.chunks
+    per_expert = rows.rows / all_experts
+    # One after another each expert's rows are worked on alone; grouped, a chunk's rows at once.
+    each, count = (rows.buffer / rows.chunks, rows.chunks) if job.static_rows else (per_expert, all_experts)
 
     def product(inner: float, out: float) -> float:
-        return rates.product_s("expert", rows=rows.per_expert, width=inner, out=out, count=all_experts)
+        return rates.product_s("expert", rows=per_expert, width=inner, out=out, count=all_experts)
 
-    def per_row(name: str, elements: float, *, times: int = 1) -> float:
-        return times * rates.pass_s(name, each * elements, count=count)
+    def weights_product(inner: float, out: float) -> float:
+        shape = {"rows": per_expert * rows.chunks, "width": inner, "out": out}
+        return rates.product_s("weight_gradient", **shape, count=rows.num_experts)
+
+    def per_row(name: str, elements: float) -> float:
+        return rates.pass_s(name, each * elements, count=count)
 
     moved_s, moved_back_s = _moved(job, rates)
+    look_up, add = per_row("rows", width), per_row("sum_rows" if job.static_rows else "add_rows", width)
     sums = rates.pass_s("copy", rows.tokens * width)
-    add_rows = "sum_rows" if job.static_rows else "add_rows"
-    gate_up, down = product(width, 2 * rows.width), product(rows.width, width)
-    first = per_row("rows", width) + gate_up
+    first = look_up + product(width, 2 * rows.width)
     again = first if job.static_rows and layout.tp > 1 and layout.ep > 1 else 0.0
     clears = per_row("copy", 2 * width + 3 * rows.width) if job.static_rows else 0.0
+    activation = per_row("activation", rows.width)
     forward = Times(
         before=rates.pass_s("norm", here),
-        sums=first + per_row("activation", rows.width) + down + per_row(add_rows, width) + sums + moved_s,
+        sums=first + activation + product(rows.width, width) + add + sums + moved_s,
         after=rates.pass_s("add", here),
     )
-    shape = {"rows": rows.per_expert * rows.chunks, "count": rows.num_experts}
-    weights = rates.product_s("weight_gradient", width=width, out=rows.width, **shape)
-    weights += rates.product_s("weight_gradient", width=2 * rows.width, out=width, **shape)
+    activation_back = product(width, rows.width) + per_row("activation_backward", rows.width)
     backward = Times(
-        sums=again
-        + clears
-        + per_row("rows", width)
-        + product(width, rows.width)
-        + per_row("activation_backward", rows.width)
-        + product(2 * rows.width, width)
-        + per_row(add_rows, width)
-        + sums
-        + moved_back_s,
-        weights=weights + per_row("rows", width, times=2) + per_row("add", width),
+        sums=again + clears + look_up + activation_back + product(2 * rows.width, width) + add + sums + moved_back_s,
+        weights=weights_product(width, rows.width)
+        + weights_product(2 * rows.width, width)
+        + 2 * look_up
+        + per_row("add", width),
         # The gradients of the experts' and the router's inputs and of the residual meet.
         after=rates.pass_s("norm_backward", here) + rates.pass_s("add", here, count=2),
     )
@@ -389,37 +347,31 @@ def _other_times(job: Job, rates: Rates) -> Both:
     return Both(forward, backward)
 
 
-class Moves(NamedTuple):
-    """How often a number is written, in float32: to a buffer that is there, or scaled in it, which are the refills; to
-    a fresh buffer for all parameters, the copies; and to a fresh tensor of each parameter, the casts."""
+class Writes(NamedTuple):
+    """How often ZeRO writes every number of a gradient in a micro-batch and in a step, and of what a rank updates.
 
-    refills: int
-    copies: int
-    casts: int = 0
+    Each a pair, in float32: to a buffer that is there, or scaled in it; and to a fresh buffer for all parameters.
+    """
 
-
-class Path(NamedTuple):
-    """What happens to a gradient per micro-batch and per step, and to what a rank updates."""
-
-    micro_batch: Moves
-    step: Moves
-    update: Moves
+    micro_batch: tuple[int, int]
+    step: tuple[int, int]
+    update: tuple[int, int]
 
 
-NOTHING = Moves(0, 0)
 # By ZeRO stage, as DeepSpeed 0.19.8 does it, with one data-parallel rank, too; counted operator by operator.
-FP32: Mapping[int, Path] = {
-    0: Path(NOTHING, step=Moves(1, 1), update=Moves(1, 0)),
-    1: Path(NOTHING, step=Moves(4, 0), update=Moves(2, 1)),
-    2: Path(Moves(4, 0), step=NOTHING, update=Moves(2, 1)),
-    3: Path(Moves(4, 1), step=NOTHING, update=Moves(2, 1)),
-}
-# Each micro-batch's gradients are cast, and stages 1 and 2 add also the first one's to sums.
-BF16: Mapping[int, Path] = {
-    0: FP32[0],
-    1: Path(Moves(0, 0, 1), step=Moves(1, 1), update=Moves(3, 0)),
-    2: Path(Moves(4, 1, 1), step=NOTHING, update=Moves(3, 0)),
-    3: Path(Moves(3, 1, 1), step=NOTHING, update=Moves(2, 1)),
+WRITES: Mapping[str, tuple[Writes, ...]] = {
+    "fp32": (
+        Writes((0, 0), (1, 1), (1, 0)),
+        Writes((0, 0), (4, 0), (2, 1)),
+        Writes((4, 0), (0, 0), (2, 1)),
+        Writes((4, 1), (0, 0), (2, 1)),
+    ),
+    "bf16": (
+        Writes((0, 0), (1, 1), (1, 0)),
+        Writes((0, 0), (1, 1), (3, 0)),
+        Writes((4, 1), (0, 0), (3, 0)),
+        Writes((3, 1), (0, 0), (2, 1)),
+    ),
 }
 
 
@@ -429,17 +381,17 @@ def update_time(job: Job, exact: Rates) -> float:
     parameters = held.total(job.sizes)
     stage, times, is_bf16 = job.zero_stage, job.accumulation, job.precision == "bf16"
     owned = parameters / job.layout.dp if stage else parameters
-    path = (BF16 if is_bf16 else FP32)[stage]
+    writes = WRITES[job.precision][stage]
+
+    def written_s(times: tuple[int, int], numbers: float) -> float:
+        return exact.pass_s("refill", numbers, count=times[0]) + exact.pass_s("copy", numbers, count=times[1])
+
+    # In bf16 each micro-batch's gradients are cast, tensor by tensor; stages 1 and 2 add the first one's to sums, too.
+    casts = times * parameters / held.largest if is_bf16 and stage else 0.0
     sums = times if is_bf16 and stage in (1, 2) else times - 1
-    gradients_s = times * _moves_s(exact, path.micro_batch, parameters) + _moves_s(exact, path.step, parameters)
-    casts = times * path.micro_batch.casts * parameters / held.largest
+    gradients_s = times * written_s(writes.micro_batch, parameters) + written_s(writes.step, parameters)
     gradients_s += exact.pass_s("copy", held.largest, count=casts) + exact.pass_s("sum_up", parameters, count=sums)
-    update_s = _moves_s(exact, path.update, owned) + exact.pass_s("squares", owned) + exact.pass_s("adamw", owned)
-    return gradients_s + update_s
-
-
-def _moves_s(exact: Rates, moves: Moves, numbers: float) -> float:
-    return exact.pass_s("refill", numbers, count=moves.refills) + exact.pass_s("copy", numbers, count=moves.copies)
+    return gradients_s + written_s(writes.update, owned) + exact.pass_s("squares", owned) + exact.pass_s("adamw", owned)
 
 
 # Operators of one layer besides the passes, products and attention that have a price: views are free, these are not.

@@ -7,7 +7,7 @@ memory and time know nothing else.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from modeling import cost
 from modeling.execution import Execution
@@ -17,6 +17,25 @@ from recipe.settings.model import sizes_of
 from recipe.settings.resolve import ResolvedConfig
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+class ExpertRows(NamedTuple):
+    """What the experts of the slowest rank work on in a layer.
+
+    rows         of all its experts: pairs of a token and one of its experts
+    buffer       rows as the elementwise work sees them: with static rows the most that could come
+    num_experts  here
+    width        of an expert here
+    chunks       in which the rows come
+    tokens       whose sums they add to
+    """
+
+    rows: float
+    buffer: float
+    num_experts: int
+    width: int
+    chunks: int
+    tokens: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +116,11 @@ class Job:
             wanted=self.wire.overlap_chunks,
         )
 
+    def num_ranks(self, axis: str) -> int:
+        """Count the ranks along an axis: "group", "dp", or "kv", those of a group with the same key-value heads."""
+        layout = self.layout
+        return {"group": layout.tp, "dp": layout.dp, "kv": max(1, layout.tp // self.sizes.num_key_value_heads)}[axis]
+
     @cached_property
     def head_rows(self) -> int:
         """Tokens whose logits are made at a time."""
@@ -120,6 +144,21 @@ class Job:
     def group_strategy(self) -> str:
         """The strategy that a group acts by: a rank alone exchanges nothing."""
         return self.moe_strategy if self.layout.tp > 1 else "gather_tokens"
+
+    @cached_property
+    def expert_rows(self) -> ExpertRows:
+        """The rows of the slowest rank, by strategy."""
+        sizes, layout, active = self.sizes, self.layout, self.sizes.num_experts_per_tok
+        if self.group_strategy == "gather_weights":
+            tokens = self.tokens_per_rank
+            rows = active * tokens
+            return ExpertRows(rows, rows, sizes.num_experts, sizes.moe_intermediate_size, 1, tokens)
+        experts, width = sizes.num_experts // layout.ep, sizes.moe_intermediate_size // layout.etp
+        rows = (self.rho if layout.ep > 1 else 1.0) * active * self.num_tokens / layout.ep
+        if self.group_strategy == "all_to_all":
+            return ExpertRows(rows, rows, experts, width, 1, rows)
+        buffer = self.num_tokens * min(active, experts) if self.static_rows else rows
+        return ExpertRows(rows, buffer, experts, width, self.num_chunks, self.num_tokens)
 
     @property
     def moe_traffic(self) -> cost.MoeTraffic:

@@ -99,12 +99,14 @@ LETTERS: Mapping[str, Letter] = {
     "K": Letter("head size", lambda job, _: job.sizes.head_dim),
     "E": Letter("experts", lambda job, _: job.sizes.num_experts),
     "A": Letter("experts per token", lambda job, _: job.sizes.num_experts_per_tok),
-    "e": Letter("experts that a rank computes", lambda job, _: max(_num_experts(job), 1)),
-    "f": Letter("their width on a rank", lambda job, _: _expert_width(job)),
-    "R": Letter("rows of a rank's experts", lambda job, _: _rows(job)),
+    "e": Letter("experts that a rank computes", lambda job, _: max(job.expert_rows.num_experts, 1)),
+    "f": Letter("their width on a rank", lambda job, _: job.expert_rows.width),
+    "R": Letter("rows of a rank's experts", lambda job, _: job.expert_rows.buffer),
     "w": Letter("width of a dense layer on a rank", lambda job, _: job.sizes.intermediate_size // job.layout.tp),
     "v": Letter("vocabulary of a rank", lambda job, _: -(-job.sizes.vocab_size // job.layout.tp)),
-    "c": Letter("tokens whose logits exist at once", lambda job, _: _logits_at_once(job)),
+    "c": Letter(
+        "tokens whose logits exist at once", lambda job, _: min(-(-job.num_tokens // job.num_chunks), job.head_rows)
+    ),
     "C": Letter("chunks of a transfer", lambda job, _: job.num_chunks),
     "L": Letter("layers with experts", lambda job, _: job.sizes.num_moe_layers),
     "b": Letter("bytes of a number", lambda job, _: job.element_bytes),
@@ -137,7 +139,7 @@ class Letters:
         self.gloo, self.joins = job.device == "cpu", job.is_packed and job.device == "cpu"
         self.regather, self.keeps = job.wire.regather, tp > 1 and not job.wire.regather
         self.static, self.clips = job.static_rows, job.model.get("clip_qkv") is not None
-        slices = _num_experts(job) < job.sizes.num_experts
+        slices = job.expert_rows.num_experts < job.sizes.num_experts
         self.again = job.static_rows and tp > 1 and self.strategy == "gather_tokens" and slices
         for letter, value in self.values.items():
             setattr(self, letter, self.term(value, letter))
@@ -160,29 +162,6 @@ class Line(NamedTuple):
 
 
 Lines = list[Line]
-
-
-def _num_experts(job: Job) -> int:
-    """Return the experts that a rank computes."""
-    return job.sizes.num_experts // (1 if job.group_strategy == "gather_weights" else job.layout.ep)
-
-
-def _expert_width(job: Job) -> int:
-    return job.sizes.moe_intermediate_size // (1 if job.group_strategy == "gather_weights" else job.layout.etp)
-
-
-def _logits_at_once(job: Job) -> int:
-    return min(-(-job.num_tokens // job.num_chunks), job.head_rows)
-
-
-def _rows(job: Job) -> float:
-    """Return the rows of the busiest rank, or the most that could come; slices of every expert are equally busy."""
-    active, layout = job.sizes.num_experts_per_tok, job.layout
-    if layout.tp == 1 or job.group_strategy == "gather_weights":
-        return job.tokens_per_rank * active
-    if job.group_strategy == "all_to_all" or not job.static_rows:
-        return job.num_tokens * active / layout.ep * (job.rho if layout.ep > 1 else 1)
-    return job.num_tokens * min(active, _num_experts(job))
 
 
 def attention_inputs(s: Letters) -> Lines:

@@ -3,10 +3,10 @@
 The model's part is that of modeling/cost.py and the shapes, DeepSpeed's that of its 0.19.8 source.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from modeling.cost import MATRICES, chunk_bound
 from modeling.layout import ParallelLayout
@@ -15,8 +15,10 @@ from recipe.plan.job import Job
 from recipe.plan.parameters import held_modules
 from recipe.plan.zero3 import PLAIN_BUCKET, Thresholds, Weights, zero3_weights, zero_number
 from recipe.settings.resolve import BUCKET_KEY
+from recipe.shared.sent import Sent, add_up
 
 WIDE_BYTES = 4  # of float32: statistics, losses, sums of replicated parameters' gradients
+COUNT_BYTES = 8  # of int64 and float64
 SUM_BYTES = 4  # ZeRO's gradients travel in float32, in either precision
 ALIGNMENT = 2  # numbers; every rank's part of a flat buffer starts at a multiple of it
 ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef")
@@ -30,37 +32,10 @@ NO_FORMULA = (
 NUMBERS_OF_RANKS = ("zero_hpz_partition_size", "mics_shard_size")
 
 
-class Sent(NamedTuple):
-    """Collectives of one kind, for one purpose, along one axis of the mesh.
-
-    axis        "group" (its tp ranks), "kv" (those of them with the same key-value heads), "dp"
-    op          "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
-    sent_bytes  by one rank, as a ring sends them
-    """
-
-    axis: str
-    op: str
-    purpose: str
-    num_calls: int
-    sent_bytes: float
-
-    def times(self, number: int) -> "Sent":
-        return self._replace(num_calls=number * self.num_calls, sent_bytes=number * self.sent_bytes)
-
-
 def ring_bytes(op: str, num_bytes: float, *, size: int) -> float:
     """Return what each of `size` ranks sends of a whole of `num_bytes`; a gather's whole is its result."""
     share = num_bytes * (size - 1) / size
     return 2 * share if op == "all_reduce" else share
-
-
-def add_up(rows: Iterable[Sent]) -> tuple[Sent, ...]:
-    """Join rows of the same axis, op and purpose, sorted."""
-    sums: dict[tuple[str, str, str], tuple[int, float]] = {}
-    for axis, op, purpose, num_calls, sent_bytes in rows:
-        calls, total = sums.get((axis, op, purpose), (0, 0.0))
-        sums[axis, op, purpose] = (calls + num_calls, total + sent_bytes)
-    return tuple(Sent(*key, *value) for key, value in sorted(sums.items()))
 
 
 def planned_traffic(job: Job) -> tuple[Sent, ...]:
@@ -76,70 +51,67 @@ def planned_traffic(job: Job) -> tuple[Sent, ...]:
     """
     _check_options(job)
     micro_batches = (row.times(job.accumulation) for row in _micro_batch(job))
-    return add_up([*micro_batches, *_engine(job), *_zero(job)])
+    rows = (*micro_batches, *_engine(job), *_zero(job))
+    return add_up(row for row in rows if row.sent_bytes)  # a rank alone on an axis sends nothing
+
+
+def _sent(
+    job: Job, axis: str, op: str, purpose: str, num_bytes: float, *, num_calls: int = 1, times: int = 1
+) -> Sent:
+    """Return `times` whole tensors of `num_bytes` over an axis, each in `num_calls`."""
+    sent_bytes = times * ring_bytes(op, num_bytes, size=job.num_ranks(axis))
+    return Sent(axis, op, purpose, times * num_calls, sent_bytes)
 
 
 def _micro_batch(job: Job) -> Iterator[Sent]:
     """Yield what the model sends: forward, backward, and forward again where blocks are recomputed."""
     if job.model.get("balance_scope") == "global_batch":
-        yield from _choices_of_all_groups(job, "statistics")
+        yield _choices_of_all_groups(job, "statistics")
     if job.layout.tp == 1:
         return
     sizes, forwards = job.sizes, 2 if job.recompute else 1
     tokens_bytes = job.num_tokens * sizes.hidden_size * job.element_bytes  # T D numbers
     # Each rank looks up its part of the vocabulary, zeros for the rest: summed, each keeps its tokens.
-    yield _sent(job, "reduce_scatter", "embedding", num_bytes=tokens_bytes)
-    yield _sent(job, "all_gather", "embedding", num_bytes=tokens_bytes)
+    yield _sent(job, "group", "reduce_scatter", "embedding", tokens_bytes)
+    yield _sent(job, "group", "all_gather", "embedding", tokens_bytes)
     for purpose, layers in (("attention", sizes.num_hidden_layers), ("dense", len(sizes.dense_layers))):
-        if layers:
-            # Gathered before the first products, sums scattered after the last; backward the other way round.
-            calls = job.num_chunks
-            gathers = layers * (forwards + 1 + job.wire.regather)
-            yield _sent(job, "all_gather", purpose, num_bytes=tokens_bytes, num_calls=calls, times=gathers)
-            scatters = layers * (forwards + 1)
-            yield _sent(job, "reduce_scatter", purpose, num_bytes=tokens_bytes, num_calls=calls, times=scatters)
+        # Gathered before the first products, sums scattered after the last; backward the other way round.
+        gathers, scatters = layers * (forwards + 1 + job.wire.regather), layers * (forwards + 1)
+        yield _sent(job, "group", "all_gather", purpose, tokens_bytes, num_calls=job.num_chunks, times=gathers)
+        yield _sent(job, "group", "reduce_scatter", purpose, tokens_bytes, num_calls=job.num_chunks, times=scatters)
     if sizes.qk_norm == "full":  # two sums of squares per token, forward, and their gradients
         times = sizes.num_hidden_layers * (forwards + 1)
-        yield _sent(job, "all_reduce", "qk_norm", num_bytes=2 * job.num_tokens * WIDE_BYTES, times=times)
+        yield _sent(job, "group", "all_reduce", "qk_norm", 2 * job.num_tokens * WIDE_BYTES, times=times)
     yield from _replicated(job)
     yield from _head(job, tokens_bytes=tokens_bytes)
     if sizes.num_moe_layers:
         yield from _experts(job, forwards=forwards)
         # Per layer and sequence two numbers per expert and three more, all layers in one sum.
         numbers = sizes.num_moe_layers * job.num_sequences * (2 * sizes.num_experts + 3)
-        yield _sent(job, "all_reduce", "statistics", num_bytes=numbers * WIDE_BYTES)
-
-
-def _sent(job: Job, op: str, purpose: str, *, num_bytes: float, num_calls: int = 1, times: int = 1) -> Sent:
-    """Return `times` whole tensors of `num_bytes` over the group, each in `num_calls`."""
-    return Sent("group", op, purpose, times * num_calls, times * ring_bytes(op, num_bytes, size=job.layout.tp))
+        yield _sent(job, "group", "all_reduce", "statistics", numbers * WIDE_BYTES)
 
 
 def _replicated(job: Job) -> Iterator[Sent]:
     """Yield the sums of gradients of what several ranks hold whole: norms and router, key-value heads."""
-    sizes, tp = job.sizes, job.layout.tp
-    layers, twins = sizes.num_hidden_layers, tp // sizes.num_key_value_heads
+    sizes, layers = job.sizes, job.sizes.num_hidden_layers
     norms = 2 * sizes.hidden_size + (2 * sizes.head_dim if sizes.qk_norm == "head" else 0)
     numbers = layers * norms + sizes.num_moe_layers * sizes.num_experts * sizes.hidden_size + sizes.hidden_size
-    sent_bytes = ring_bytes("all_reduce", WIDE_BYTES * numbers, size=tp)
-    yield Sent("group", "all_reduce", "replicated", layers + 1, sent_bytes)  # one per block, one for the last norm
-    if twins > 1:
-        summed = [2 * sizes.head_dim * sizes.hidden_size * job.element_bytes]
-        if sizes.qk_norm == "full":
-            summed.append(sizes.head_dim * WIDE_BYTES)
-        sent_bytes = layers * sum(ring_bytes("all_reduce", num_bytes, size=twins) for num_bytes in summed)
-        yield Sent("kv", "all_reduce", "replicated", layers * len(summed), sent_bytes)
+    # One call per block, and one for the last norm.
+    yield _sent(job, "group", "all_reduce", "replicated", WIDE_BYTES * numbers, num_calls=layers + 1)
+    weights_bytes = 2 * sizes.head_dim * sizes.hidden_size * job.element_bytes
+    yield _sent(job, "kv", "all_reduce", "replicated", weights_bytes, times=layers)
+    if sizes.qk_norm == "full":
+        yield _sent(job, "kv", "all_reduce", "replicated", sizes.head_dim * WIDE_BYTES, times=layers)
 
 
 def _head(job: Job, *, tokens_bytes: int) -> Iterator[Sent]:
     """Yield tokens gathered and their gradients scattered; per token a maximum, then two sums, in float32."""
     tp, tokens, chunks = job.layout.tp, job.tokens_per_rank, job.num_chunks
     for op in ("all_gather", "reduce_scatter"):
-        yield _sent(job, op, "head", num_bytes=tokens_bytes, num_calls=chunks)
+        yield _sent(job, "group", op, "head", tokens_bytes, num_calls=chunks)
     bounds = [chunk_bound(k, num_rows=tokens, num_chunks=chunks) for k in range(chunks + 1)]
     slices = sum(-(-tp * (end - start) // job.head_rows) for start, end in pairwise(bounds))
-    sent_bytes = ring_bytes("all_reduce", 3 * job.num_tokens * WIDE_BYTES, size=tp)
-    yield Sent("group", "all_reduce", "head", 2 * slices, sent_bytes)
+    yield _sent(job, "group", "all_reduce", "head", 3 * job.num_tokens * WIDE_BYTES, num_calls=2 * slices)
 
 
 def _experts(job: Job, *, forwards: int) -> Iterator[Sent]:
@@ -149,42 +121,39 @@ def _experts(job: Job, *, forwards: int) -> Iterator[Sent]:
     for transfer in job.moe_traffic.transfers(strategy):
         times = sizes.num_moe_layers * (1 if transfer.is_backward else forwards)
         purpose, calls = ("routing", 1) if transfer.is_routing else ("experts", chunks)
-        yield Sent("group", transfer.op, purpose, times * calls, times * transfer.sent_bytes)
+        yield Sent("group", transfer.op, purpose, calls, transfer.sent_bytes).times(times)
     if job.model.get("capacity_factor") is not None:
-        num_bytes = job.layout.tp * sizes.num_experts_per_tok * (sizes.num_experts + 1) * 8
-        yield _sent(job, "all_gather", "capacity", num_bytes=num_bytes, times=sizes.num_moe_layers * forwards)
-    if job.wire.resident_experts:
-        yield Sent("group", "all_to_all", "copies", 2 * sizes.num_moe_layers, _copy_bytes(job))
+        num_bytes = job.layout.tp * sizes.num_experts_per_tok * (sizes.num_experts + 1) * COUNT_BYTES
+        yield _sent(job, "group", "all_gather", "capacity", num_bytes, times=sizes.num_moe_layers * forwards)
+    yield _copies(job)
 
 
-def _copy_bytes(job: Job) -> float:
-    """Return the bytes of all layers' copies of experts: their weights, or the gradients of these."""
-    sizes, layout = job.sizes, job.layout
-    expert = MATRICES * sizes.hidden_size * sizes.moe_intermediate_size // layout.etp
-    return float(sizes.num_moe_layers * job.wire.resident_experts * expert * job.element_bytes)
+def _copies(job: Job) -> Sent:
+    """Return the weights of all layers' copies of experts, or the gradients of these.
+
+    What comes into every layer's slots is as much as goes from a rank to others on average.
+    """
+    sizes = job.sizes
+    expert = MATRICES * sizes.hidden_size * sizes.moe_intermediate_size // job.layout.etp
+    sent_bytes = sizes.num_moe_layers * job.wire.resident_experts * expert * job.element_bytes
+    return Sent("group", "all_to_all", "copies", 2 * sizes.num_moe_layers, float(sent_bytes))
 
 
 def _engine(job: Job) -> Iterator[Sent]:
     """Yield what recipe/engine/engine.py adds once per step."""
-    layout, sizes = job.layout, job.sizes
-    if layout.dp > 1:
-        yield Sent("dp", "all_reduce", "counts", 1, ring_bytes("all_reduce", 2 * 8, size=layout.dp))
-        if job.model.get("balance_bias_update_rate"):
-            yield from _choices_of_all_groups(job, "router_bias")
-    if layout.tp > 1:
-        if job.zero_stage == 0:
-            yield Sent("group", "all_reduce", "norm", 1, ring_bytes("all_reduce", 8, size=layout.tp))
-        if job.wire.resident_experts:
-            # What comes into every layer's slots, which is as much as goes from a rank to others on average.
-            yield Sent("group", "all_to_all", "copies", 2 * sizes.num_moe_layers, _copy_bytes(job))
+    yield _sent(job, "dp", "all_reduce", "counts", 2 * COUNT_BYTES)
+    if job.model.get("balance_bias_update_rate"):
+        yield _choices_of_all_groups(job, "router_bias")
+    if job.zero_stage == 0:
+        yield _sent(job, "group", "all_reduce", "norm", COUNT_BYTES)
+    if job.layout.tp > 1:
+        yield _copies(job)
 
 
-def _choices_of_all_groups(job: Job, purpose: str) -> Iterator[Sent]:
-    """Yield the sum over all groups of how often each expert was chosen, in float64."""
-    sizes, dp = job.sizes, job.layout.dp
-    if dp > 1 and sizes.num_moe_layers:
-        num_bytes = 8 * sizes.num_moe_layers * sizes.num_experts
-        yield Sent("dp", "all_reduce", purpose, 1, ring_bytes("all_reduce", num_bytes, size=dp))
+def _choices_of_all_groups(job: Job, purpose: str) -> Sent:
+    """Return the sum over all groups of how often each expert was chosen, in float64."""
+    numbers = job.sizes.num_moe_layers * job.sizes.num_experts
+    return _sent(job, "dp", "all_reduce", purpose, numbers * COUNT_BYTES)
 
 
 def weights_of(job: Job) -> Weights:
@@ -210,37 +179,37 @@ def flat_groups(sizes: ModelSizes, layout: ParallelLayout) -> tuple[dict[str, in
 
 def _zero(job: Job) -> Iterator[Sent]:
     """Yield what ZeRO sends over dp, gradients summed and weights gathered, and its norms over the group as well."""
-    dp, stage, times = job.layout.dp, job.zero_stage, job.accumulation
-    if dp > 1 and stage == 3:
-        # Weights are gathered in every micro-batch; after the update those that stay.
-        weights = weights_of(job)
-        calls = times * weights.num_gathers + len(weights.kept)
-        numbers = times * sum(step.missing + step.ahead for step in weights.steps) + sum(weights.kept)
-        if calls:
-            sent_bytes = ring_bytes("all_gather", job.element_bytes * numbers, size=dp)
-            yield Sent("dp", "all_gather", "zero", calls, sent_bytes)
-        yield _gradient_sums(job).times(times)
-    elif dp > 1:
-        yield _gradient_sums(job).times(times if stage == 2 else 1)
-        if stage:
-            padded = _padded_groups(job)
-            sent_bytes = ring_bytes("all_gather", job.element_bytes * sum(padded), size=dp)
-            yield Sent("dp", "all_gather", "zero", len(padded), sent_bytes)
+    stage, times = job.zero_stage, job.accumulation
+    if job.layout.dp > 1:
+        yield _gradient_sums(job).times(times if stage >= 2 else 1)
+        if stage == 3:  # in every micro-batch; after the update those that stay
+            weights = weights_of(job)
+            gathered = [number for step in weights.steps for number in (step.missing, step.ahead) if number]
+            yield _gathers(job, gathered).times(times)
+            yield _gathers(job, weights.kept)
+        elif stage:
+            yield _gathers(job, _padded_groups(job))
     yield from _norms(job)
+
+
+def _gathers(job: Job, numbers: Sequence[int]) -> Sent:
+    """Return gathers of weights over dp, of so many numbers each."""
+    return _sent(job, "dp", "all_gather", "zero", job.element_bytes * sum(numbers), num_calls=len(numbers))
 
 
 def _gradient_sums(job: Job) -> Sent:
     """Return ZeRO's sums of gradients over dp: of one micro-batch for stages 2 and 3, of the whole step below."""
     stage, bucket = job.zero_stage, zero_number(job.zero, BUCKET_KEY)
+    op = "all_reduce"
     if stage == 3:
         op, (calls, numbers) = "reduce_scatter", _scattered(job.sizes, job.layout, bucket)
     elif stage == 1 and job.precision != "fp32":
         # In low precision stage 1 is another optimizer, which sums its flat buffers with their padding.
         padded = _padded_groups(job)
-        op, calls, numbers = "all_reduce", _num_flushes(padded), sum(padded)
+        calls, numbers = _num_flushes(padded), sum(padded)
     else:
-        op, (calls, numbers) = "all_reduce", _summed(job.sizes, job.layout, bucket if stage else None)
-    return Sent("dp", op, "zero", calls, ring_bytes(op, SUM_BYTES * numbers, size=job.layout.dp))
+        calls, numbers = _summed(job.sizes, job.layout, bucket if stage else None)
+    return _sent(job, "dp", op, "zero", SUM_BYTES * numbers, num_calls=calls)
 
 
 @lru_cache(maxsize=256)
@@ -250,11 +219,6 @@ def _summed(sizes: ModelSizes, layout: ParallelLayout, bucket: int | None) -> tu
     return _num_flushes(numbers) if bucket is None else _num_buckets(numbers, bucket), sum(numbers)
 
 
-def _padded_groups(job: Job) -> list[int]:
-    step = ALIGNMENT * job.layout.dp
-    return [-(-sum(group.values()) // step) * step for group in flat_groups(job.sizes, job.layout)]
-
-
 @lru_cache(maxsize=256)
 def _scattered(sizes: ModelSizes, layout: ParallelLayout, bucket: int) -> tuple[int, int]:
     """Return calls and padded numbers of stage 3's gradients in a micro-batch, in the order of the backward."""
@@ -262,6 +226,11 @@ def _scattered(sizes: ModelSizes, layout: ParallelLayout, bucket: int) -> tuple[
     held = {name: number for module in modules for name, number in module.parameters.items()}
     padded = sum(-(-number // layout.dp) * layout.dp for number in held.values())
     return _num_buckets(tuple(held.values()), bucket), padded
+
+
+def _padded_groups(job: Job) -> list[int]:
+    step = ALIGNMENT * job.layout.dp
+    return [-(-sum(group.values()) // step) * step for group in flat_groups(job.sizes, job.layout)]
 
 
 def _num_buckets(numbers: Sequence[int], bucket: int) -> int:
@@ -287,18 +256,17 @@ def _num_flushes(numbers: Sequence[int]) -> int:
 def _norms(job: Job) -> Iterator[Sent]:
     """Yield the sums for the gradients' norm and for whether all is finite, over dp and over the group."""
     stage, is_low = job.zero_stage, job.precision != "fp32"
-    axes = {"dp": job.layout.dp, "group": job.layout.tp}
-    num_bytes = [4, 4, *([1] if is_low else [])]  # a number per group of the optimizer, and a flag of one byte
+    axes = ("group",) if stage == 1 and is_low else ("dp", "group")
     if stage == 3:
         num_bytes = [8] * _num_sub_groups(job.sizes, job.layout, zero_number(job.zero, "sub_group_size"))
-    elif stage == 1 and is_low:
-        num_bytes, axes = [4], {"group": job.layout.tp}
     elif stage == 0:
         num_bytes = [4] if job.clips_gradients else []
-    for axis, size in axes.items():
-        if num_bytes and size > 1:
-            sent_bytes = sum(ring_bytes("all_reduce", number, size=size) for number in num_bytes)
-            yield Sent(axis, "all_reduce", "zero", len(num_bytes), sent_bytes)
+    elif axes == ("group",):
+        num_bytes = [4]
+    else:
+        num_bytes = [4, 4, *([1] if is_low else [])]  # a number per group of the optimizer, and a flag of one byte
+    for axis in axes:
+        yield _sent(job, axis, "all_reduce", "zero", sum(num_bytes), num_calls=len(num_bytes))
 
 
 @lru_cache(maxsize=256)

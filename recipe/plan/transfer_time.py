@@ -17,8 +17,9 @@ from recipe.plan.compute_time import Both, LayerTimes
 from recipe.plan.hardware import LINK_OPS, Hardware, Link
 from recipe.plan.job import Job
 from recipe.plan.parameters import BLOCK_OUTPUTS, Module, held_modules
-from recipe.plan.traffic import SUM_BYTES, Sent, weights_of
+from recipe.plan.traffic import SUM_BYTES, weights_of
 from recipe.plan.zero3 import Step, Thresholds, zero_number
+from recipe.shared.sent import Sent
 
 # How often a rank sends in one collective of a ring of n ranks.
 STEPS: Mapping[str, Callable[[int], int]] = dict.fromkeys(LINK_OPS, lambda n: n - 1) | {

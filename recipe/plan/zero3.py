@@ -54,14 +54,12 @@ class Fetch(NamedTuple):
     """One module asked for: the names gathered because they were missing, then those gathered ahead of their use.
 
     num_live  numbers that are gathered or on their way then, without those that always stay
-    arriving  the same where a call of several weights arrives, in one tensor and one by one; 0 where none does
     """
 
     module: str
     missing: tuple[str, ...]
     ahead: tuple[str, ...]
     num_live: int
-    arriving: int
 
 
 class Step(NamedTuple):
@@ -83,14 +81,13 @@ class Weights(NamedTuple):
     """ZeRO-3's weights in a micro-batch.
 
     steps              of the micro-batch
-    num_gathers        calls in it
     kept               padded numbers of the parameters that stay whole from step to step, gathered after the update
     unparted           the same, all together and without padding
-    at_work, arriving  by (module, is_backward) the most numbers of whole weights, `unparted` left out; see `Fetch`
+    at_work, arriving  by (module, is_backward) the most numbers of whole weights, `unparted` left out: while the module
+                       is fetched, and where calls of several weights arrive, in one tensor and one by one
     """
 
     steps: tuple[Step, ...]
-    num_gathers: int
     kept: tuple[int, ...]
     unparted: int
     at_work: Mapping[tuple[str, bool], int]
@@ -110,30 +107,27 @@ def zero3_weights(
     turn = next(i for i, fetch in enumerate(fetches) if i and fetch.module == ROOT)
     at_work: dict[tuple[str, bool], int] = {}
     arriving: dict[tuple[str, bool], int] = {}
-    came_with: dict[str, int] = {}  # which of the gathers ahead a parameter came with
-    steps, num_ahead = [], 0
+    came_with: dict[str, int] = {}  # which of the gathers ahead a parameter came with, until it is used
+    in_one_tensor = [0]  # numbers of each gather ahead until it has arrived
+    steps = []
     for i, fetch in enumerate(fetches):
-        key = (fetch.module, i >= turn)
-        at_work[key] = max(at_work.get(key, 0), fetch.num_live)
-        arriving[key] = max(arriving.get(key, 0), fetch.arriving)
-        module = modules.get(fetch.module)
-        waits_for = max((came_with.pop(name, 0) for name in module.parameters), default=0) if module else 0
+        key, module = (fetch.module, i >= turn), modules.get(fetch.module)
+        gathers = {came_with.pop(name, 0) for name in module.parameters} if module else {0}
+        missing, ahead = (sum([numbers[name] for name in names]) for names in (fetch.missing, fetch.ahead))
+        arrives = max(missing if len(fetch.missing) > 1 else 0, *(in_one_tensor[number] for number in gathers))
+        for number in gathers:
+            in_one_tensor[number] = 0
         if fetch.ahead:
-            num_ahead += 1
-            came_with.update(dict.fromkeys(fetch.ahead, num_ahead))
+            came_with.update(dict.fromkeys(fetch.ahead, len(in_one_tensor)))
+            in_one_tensor.append(ahead if len(fetch.ahead) > 1 else 0)  # a single weight is used as it came
+        at_work[key] = max(at_work.get(key, 0), fetch.num_live)
+        arriving[key] = max(arriving.get(key, 0), arrives and fetch.num_live - ahead + arrives)
         # Outputs of a block ask for it one by one in the backward, which follows the last.
         asked_again = i + 1 < len(fetches) and fetches[i + 1].module == fetch.module and i + 1 != turn
-        missing, ahead = (sum([padded[name] for name in names]) for names in (fetch.missing, fetch.ahead))
-        steps.append(Step(missing, ahead, waits_for, None if asked_again else module, i >= turn))
+        sent = (sum([padded[name] for name in names]) for names in (fetch.missing, fetch.ahead))
+        steps.append(Step(*sent, max(gathers), None if asked_again else module, i >= turn))
     kept = persistent(parts, thresholds)
-    return Weights(
-        steps=tuple(steps),
-        num_gathers=len(gathers_of(fetches)),
-        kept=tuple(padded[name] for name in kept),
-        unparted=sum(kept.values()),
-        at_work=at_work,
-        arriving=arriving,
-    )
+    return Weights(tuple(steps), tuple(padded[name] for name in kept), sum(kept.values()), at_work, arriving)
 
 
 def persistent(modules: Sequence[Module], thresholds: Thresholds) -> dict[str, int]:
@@ -161,15 +155,8 @@ def fetches_of_a_micro_batch(
     kept = frozenset(persistent(modules, thresholds))
     decided: dict[tuple[str, int], set[str]] = {}
     if accumulates:
-        second = _MicroBatch(modules, thresholds, kept, num_outputs=num_outputs, here=set(), decided={})
-        second.fetches()
-        decided = second.decided
+        _MicroBatch(modules, thresholds, kept, num_outputs=num_outputs, here=set(), decided=decided).fetches()
     return _MicroBatch(modules, thresholds, kept, num_outputs=num_outputs, here=set(kept), decided=decided).fetches()
-
-
-def gathers_of(fetches: Sequence[Fetch]) -> list[tuple[str, ...]]:
-    """Return for each gather the names of the parameters in it."""
-    return [names for fetch in fetches for names in (fetch.missing, fetch.ahead) if names]
 
 
 class _MicroBatch:
@@ -177,7 +164,7 @@ class _MicroBatch:
 
     kept     never dropped
     here     gathered already
-    decided  what a module drops at a step
+    decided  what a module drops at a step, filled in where it is not known yet
     """
 
     def __init__(
@@ -202,64 +189,46 @@ class _MicroBatch:
         self.order = [name for name, is_fetch in self.events if is_fetch]
         self.queue = deque((name, step) for step, module in enumerate(self.order) for name in self.own[module])
         self.counted_until = dict.fromkeys(self.numbers, -1)  # the last step whose use was counted
-        self.coming: dict[str, list[int]] = {}  # by name the numbers of the call that it comes in, 0 once it is there
         self.step = self.num_live = 0
-        self.found: list[Fetch] = []
 
     def fetches(self) -> list[Fetch]:
+        found = []
         for module, is_fetch in self.events:
             if is_fetch:
-                self._fetch(module)
+                found.append(self._fetch(module))
             else:
                 self._release(module)
-        return self.found
+        return found
 
-    def _fetch(self, module: str) -> None:
+    def _fetch(self, module: str) -> Fetch:
         own, step = self.own[module], self.step
         missing = self._gather([name for name in own if name not in self.here])
-        arriving = self._wait_for(own)
         num_due = len([name for name in own if self.counted_until[name] < step])
         taken: set[str] = set()
         while self.queue and len(taken) < num_due:
             name, self.counted_until[name] = self.queue.popleft()
             taken.add(name)
-        ahead = self._fetch_ahead()
-        self.found.append(Fetch(module, missing, ahead, self.num_live, arriving))
+        ahead = self._gather(self._wanted_ahead())
         self.step += 1
+        return Fetch(module, missing, ahead, self.num_live)
 
-    def _gather(self, names: Sequence[str]) -> tuple[str, ...]:
-        if not names:
-            return ()
-        number = sum([self.numbers[name] for name in names])
+    def _gather(self, names: list[str]) -> tuple[str, ...]:
         self.here.update(names)
-        self.num_live += number
-        if len(names) > 1:  # a single weight is used as it came
-            call = [number]
-            self.coming.update(dict.fromkeys(names, call))
+        self.num_live += sum([self.numbers[name] for name in names])
         return tuple(names)
 
-    def _wait_for(self, own: Mapping[str, int]) -> int:
-        most = 0
-        for name in own:
-            if name in self.coming:
-                call = self.coming.pop(name)
-                most, call[0] = max(most, call[0]), 0
-        return most and self.num_live + most
-
-    def _fetch_ahead(self) -> tuple[str, ...]:
+    def _wanted_ahead(self) -> list[str]:
+        """Return what is to be gathered ahead, and count its use and that of what is there already."""
         queue, here, counted_until = self.queue, self.here, self.counted_until
         room = min(self.thresholds.max_live - self.num_live, self.thresholds.prefetch)
-        ahead: list[str] = []
-        number = 0
-        while queue and number < room:
+        ahead: dict[str, int] = {}
+        while queue and room > 0:
             name, step = queue.popleft()
-            if counted_until[name] < step:
-                counted_until[name] = step
-            if name not in here:
-                here.add(name)
-                ahead.append(name)
-                number += self.numbers[name]
-        return self._gather(ahead)
+            counted_until[name] = max(counted_until[name], step)
+            if name not in here and name not in ahead:
+                ahead[name] = self.numbers[name]
+                room -= ahead[name]
+        return list(ahead)
 
     def _release(self, module: str) -> None:
         if (module, self.step) not in self.decided:
