@@ -5,16 +5,18 @@ transfers are as long as their links make them, and what of them overlaps follow
 MFU counts causal attention once (half of the score square), as recipe/shared/flops.py does.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from recipe.plan import compute_time, transfer_time
+from recipe.plan import compute_time
 from recipe.plan.compute_time import LayerTimes, Rates
 from recipe.plan.hardware import Hardware
 from recipe.plan.job import Job
 from recipe.plan.traffic import planned_traffic, ring_bytes
-from recipe.plan.transfer_time import Ring, WireTime
+from recipe.plan.transfer_time import busy_share, call_seconds, exposed_shares, hidden_seconds, ring_of
 from recipe.shared.flops import model_flops_per_token
+from recipe.shared.sent import Sent
 
 
 class TimePlan(NamedTuple):
@@ -71,12 +73,9 @@ class TimeModel:
         self._check(job)
         layer, sizes, times, again = self._layer_times(job), job.sizes, job.accumulation, job.recompute
         moe, dense = times * sizes.num_moe_layers, times * len(sizes.dense_layers)
-        wires = transfer_time.wire_times(
-            planned_traffic(job), job, hardware=self._hardware, ranks_per_node=self._per_node
-        )
-        group = [wire for wire in wires if wire.sent.axis in ("group", "kv")]
-        group_s = sum(wire.seconds for wire in group)
-        exposed_s = self._exposed_s(job, group, layer=layer)
+        rows = planned_traffic(job)
+        calls_s = {row: self._call_s(job, row.op, row.sent_bytes / row.num_calls, axis=row.axis) for row in rows}
+        group_s, exposed_s = self._group_s(job, calls_s, layer=layer)
         beside_s = self._hidden_zero_s(job, layer=layer)
         plan = TimePlan(
             attention_s=times * sizes.num_hidden_layers * layer.attention.total(recompute=again),
@@ -87,7 +86,7 @@ class TimeModel:
             other_s=times * layer.other.total(recompute=False),
             optimizer_s=compute_time.update_time(job, self._rates("fp32")),
             communication_s=exposed_s,
-            data_parallel_s=sum(wire.seconds for wire in wires) - group_s - beside_s,
+            data_parallel_s=sum(row.num_calls * calls_s[row] for row in rows) - group_s - beside_s,
             launch_s=0.0,
             hidden_s=group_s - exposed_s + beside_s,
         )
@@ -111,32 +110,36 @@ class TimeModel:
             self._layers[key] = compute_time.layer_times(job, rates, exact=exact)
         return self._layers[key]
 
-    def _exposed_s(self, job: Job, group: list[WireTime], *, layer: LayerTimes) -> float:
-        """Return the seconds of the group's transfers that a rank waits for or is kept busy by."""
-        calls = {(w.sent.purpose, w.sent.op): w.seconds / w.sent.num_calls for w in group if w.sent.axis == "group"}
-        busy = transfer_time.busy_share(self._ring("group", job), hardware=self._hardware)
-        shares = transfer_time.exposed_shares(job, layer=layer, calls=calls, busy=busy)
+    def _group_s(self, job: Job, calls_s: Mapping[Sent, float], *, layer: LayerTimes) -> tuple[float, float]:
+        """Return the seconds of the group's transfers: all, and those that a rank waits for or is kept busy by.
 
-        def share(axis: str, op: str, purpose: str) -> float:
-            """Return 1 for what is waited for where it is started: sums, and what twins of key-value heads send."""
-            return 1.0 if axis != "group" or op == "all_reduce" else shares.get(purpose, 1.0)
-
-        return sum(share(*wire.sent[:3]) * wire.seconds for wire in group)
+        calls_s  of one call of each row
+        """
+        group_s = exposed_s = 0.0
+        calls = {(row.purpose, row.op): call_s for row, call_s in calls_s.items() if row.axis == "group"}
+        shares = exposed_shares(job, layer=layer, calls=calls, busy=self._busy(job, axis="group"))
+        for row, call_s in calls_s.items():
+            if row.axis != "dp":
+                # Sums are waited for where they are started, and so is what twins of key-value heads send.
+                overlaps = row.axis == "group" and row.op != "all_reduce"
+                group_s += row.num_calls * call_s
+                exposed_s += row.num_calls * call_s * (shares.get(row.purpose, 1.0) if overlaps else 1.0)
+        return group_s, exposed_s
 
     def _hidden_zero_s(self, job: Job, *, layer: LayerTimes) -> float:
         """Return the seconds of ZeRO's transfers over dp that no rank waits for."""
-        ring = self._ring("dp", job)
 
         def call_s(op: str, num_bytes: float) -> float:
-            sent_bytes = ring_bytes(op, num_bytes, size=ring.num_ranks)
-            return transfer_time.call_seconds(op, sent_bytes, ring=ring, hardware=self._hardware)
+            return self._call_s(job, op, ring_bytes(op, num_bytes, size=job.layout.dp), axis="dp")
 
-        return transfer_time.hidden_seconds(
-            job, layer=layer, busy=transfer_time.busy_share(ring, hardware=self._hardware), call_s=call_s
-        )
+        return hidden_seconds(job, layer=layer, busy=self._busy(job, axis="dp"), call_s=call_s)
 
-    def _ring(self, axis: str, job: Job) -> Ring:
-        return transfer_time.ring_of(axis, job, ranks_per_node=self._per_node)
+    def _call_s(self, job: Job, op: str, sent_bytes: float, *, axis: str) -> float:
+        ring = ring_of(axis, job, ranks_per_node=self._per_node)
+        return call_seconds(op, sent_bytes, ring=ring, hardware=self._hardware)
+
+    def _busy(self, job: Job, *, axis: str) -> float:
+        return busy_share(ring_of(axis, job, ranks_per_node=self._per_node), hardware=self._hardware)
 
     def _launching(self, job: Job, plan: TimePlan) -> float:
         """Return what the host needs beyond the device's own time; a CPU is its own host, whose times hold it."""

@@ -55,9 +55,7 @@ def planned_traffic(job: Job) -> tuple[Sent, ...]:
     return add_up(row for row in rows if row.sent_bytes)  # a rank alone on an axis sends nothing
 
 
-def _sent(
-    job: Job, axis: str, op: str, purpose: str, num_bytes: float, *, num_calls: int = 1, times: int = 1
-) -> Sent:
+def _sent(job: Job, axis: str, op: str, purpose: str, num_bytes: float, *, num_calls: int = 1, times: int = 1) -> Sent:
     """Return `times` whole tensors of `num_bytes` over an axis, each in `num_calls`."""
     sent_bytes = times * ring_bytes(op, num_bytes, size=job.num_ranks(axis))
     return Sent(axis, op, purpose, times * num_calls, sent_bytes)

@@ -8,18 +8,17 @@ Beside work: a layer's order of products and transfers, chunk by chunk as modeli
 through on a rank's computing and its link side by side. So is ZeRO's, module by module as DeepSpeed 0.19.8 sends it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import gcd, log2
 from typing import NamedTuple
 
-from recipe.plan.compute_time import Both, LayerTimes
+from recipe.plan.compute_time import Both, LayerTimes, Times
 from recipe.plan.hardware import LINK_OPS, Hardware, Link
 from recipe.plan.job import Job
 from recipe.plan.parameters import BLOCK_OUTPUTS, Module, held_modules
 from recipe.plan.traffic import SUM_BYTES, weights_of
 from recipe.plan.zero3 import Step, Thresholds, zero_number
-from recipe.shared.sent import Sent
 
 # How often a rank sends in one collective of a ring of n ranks.
 STEPS: Mapping[str, Callable[[int], int]] = dict.fromkeys(LINK_OPS, lambda n: n - 1) | {
@@ -38,34 +37,14 @@ class Ring(NamedTuple):
         return self.num_ranks / self.per_node
 
 
-class WireTime(NamedTuple):
-    """Seconds of all calls of one row together, each as if alone."""
-
-    sent: Sent
-    seconds: float
-
-
 def ring_of(axis: str, job: Job, *, ranks_per_node: int) -> Ring:
     """Return the ranks of one axis: a group's are neighbours, those of the others are a group apart."""
-    tp = job.layout.tp
+    size = job.num_ranks(axis)
     if axis == "dp":
-        return Ring(job.layout.dp, min(job.layout.dp, max(1, ranks_per_node // tp)))
-    size = max(1, tp // job.sizes.num_key_value_heads) if axis == "kv" else tp
+        return Ring(size, min(size, max(1, ranks_per_node // job.layout.tp)))
     # Where groups do not fill nodes, some are cut; no piece is smaller than this.
     per_node = size if job.layout.world_size <= ranks_per_node else gcd(size, ranks_per_node)
     return Ring(size, per_node)
-
-
-def wire_times(rows: Iterable[Sent], job: Job, *, hardware: Hardware, ranks_per_node: int) -> list[WireTime]:
-    """Return each row's seconds; ValueError where ranks are on several nodes without a link between them."""
-    rings = {axis: ring_of(axis, job, ranks_per_node=ranks_per_node) for axis in ("group", "kv", "dp")}
-
-    def seconds(row: Sent) -> float:
-        return row.num_calls * call_seconds(
-            row.op, row.sent_bytes / row.num_calls, ring=rings[row.axis], hardware=hardware
-        )
-
-    return [WireTime(row, seconds(row)) for row in rows if row.num_calls]
 
 
 def call_seconds(op: str, sent_bytes: float, *, ring: Ring, hardware: Hardware) -> float:
@@ -87,13 +66,11 @@ def call_seconds(op: str, sent_bytes: float, *, ring: Ring, hardware: Hardware) 
             return outside_s
         inside_bytes = (1 - outside) * sent_bytes
         return max(outside_s, _within_node(hardware).seconds(op, num_steps=here - 1, sent_bytes=inside_bytes))
+    ring_s = _crossing(op, sent_bytes, steps=_ring_steps(op, ring), ring=ring, hardware=hardware)
     if op == "all_reduce" and hardware.device == "cuda":
         tree_bytes = sent_bytes * size / (size - 1)  # a ring spares every rank its own part
-        return min(
-            _crossing(op, sent_bytes, steps=_ring_steps(op, ring), ring=ring, hardware=hardware),
-            _crossing(op, tree_bytes, steps=_tree_steps(ring), ring=ring, hardware=hardware),
-        )
-    return _crossing(op, sent_bytes, steps=_ring_steps(op, ring), ring=ring, hardware=hardware)
+        return min(ring_s, _crossing(op, tree_bytes, steps=_tree_steps(ring), ring=ring, hardware=hardware))
+    return ring_s
 
 
 def busy_share(ring: Ring, *, hardware: Hardware) -> float:
@@ -159,10 +136,6 @@ def _between_nodes(hardware: Hardware) -> Link:
     return hardware.inter
 
 
-# Seconds of one transfer by purpose and op; what is not there takes none.
-Calls = Mapping[tuple[str, str], float]
-
-
 class Lanes:
     """Time passes by `work`; transfers queue on the link, and each keeps the rank busy for a share of its time."""
 
@@ -195,39 +168,39 @@ class Lanes:
         return self.exposed_s / self.sent_s if self.sent_s else 1.0
 
 
-def exposed_shares(job: Job, *, layer: LayerTimes, calls: Calls, busy: float) -> dict[str, float]:
+def exposed_shares(
+    job: Job, *, layer: LayerTimes, calls: Mapping[tuple[str, str], float], busy: float
+) -> dict[str, float]:
     """Return the shares of the seconds of gathers, scatters and exchanges that are waited for, by purpose.
 
     Each purpose is played through alone, and all has arrived at its end; what is not in the result is waited for.
+
+    calls  seconds of one transfer by purpose and op; what is not there takes none
     """
     if not job.wire.overlap or job.layout.tp == 1:
         return {}
-    sizes, forwards = job.sizes, 2 if job.recompute else 1
-    shares = {}
-    halves = {"attention": layer.attention, **({"dense": layer.dense} if sizes.dense_layers else {})}
-    for purpose, half in halves.items():
-        play = _Play(job, calls, purpose=purpose, busy=busy)
-        for _ in range(forwards):
-            play.products_forward(half)
-        play.products_backward(half)
-        shares[purpose] = play.exposed_share
-    if sizes.num_moe_layers:
-        play = _Play(job, calls, purpose="experts", busy=busy)
-        for _ in range(forwards):
-            play.experts_forward(layer)
-        play.experts_backward(layer)
-        shares["experts"] = shares["routing"] = play.exposed_share
-    play = _Play(job, calls, purpose="head", busy=busy)
-    play.wait_all(play.scatter(layer.head.forward.sums, arrivals=play.gather(job.num_chunks)))
-    return {**shares, "head": play.exposed_share}
+    plays = {name: _Play(job, calls, purpose=name, busy=busy) for name in ("attention", "dense", "experts", "head")}
+    for _ in range(2 if job.recompute else 1):
+        plays["attention"].products(layer.attention.forward)
+        plays["dense"].products(layer.dense.forward)
+        plays["experts"].experts_forward(layer)
+    plays["attention"].products(layer.attention.backward, is_backward=True)
+    plays["dense"].products(layer.dense.backward, is_backward=True)
+    plays["experts"].experts_backward(layer)
+    plays["head"].wait_all(
+        plays["head"].scatter(layer.head.forward.sums, arrivals=plays["head"].gather(job.num_chunks))
+    )
+    shares = {purpose: play.exposed_share for purpose, play in plays.items()}
+    return {**shares, "routing": shares["experts"]}
 
 
 class _Play(Lanes):
     """One part of a layer, forward and backward, on a rank and its link."""
 
-    def __init__(self, job: Job, calls: Calls, *, purpose: str, busy: float) -> None:
+    def __init__(self, job: Job, calls: Mapping[tuple[str, str], float], *, purpose: str, busy: float) -> None:
         super().__init__(busy=busy)
-        self._chunks, self._regather, self._strategy = job.num_chunks, job.wire.regather, job.moe_strategy
+        self._chunks, self._strategy = job.num_chunks, job.moe_strategy
+        self._chunks_again = job.num_chunks if job.wire.regather else 0
         ops = ("all_gather", "reduce_scatter", "all_to_all")
         self._gather_s, self._scatter_s, self._exchange_s = (calls.get((purpose, op), 0.0) for op in ops)
         self._routing_s = {op: calls.get(("routing", op), 0.0) for op in ops[:2]}
@@ -239,15 +212,6 @@ class _Play(Lanes):
         """Start gathers; return when each will have arrived."""
         return [self.send(self._gather_s) for _ in range(num)]
 
-    def gather_again(self) -> list[float]:
-        return self.gather(self._chunks if self._regather else 0)
-
-    def work_on(self, arrivals: list[float], seconds: float) -> None:
-        """Compute on chunks as they arrive."""
-        for arrival in arrivals:
-            self.wait(arrival)
-            self.work(seconds / len(arrivals))
-
     def scatter(self, seconds: float, *, arrivals: list[float]) -> list[float]:
         """Compute on chunks as they arrive and start the scatter of each one's sums."""
         sums = []
@@ -257,20 +221,14 @@ class _Play(Lanes):
             sums.append(self.send(self._scatter_s))
         return sums
 
-    def products_forward(self, part: Both) -> None:
+    def products(self, times: Times, *, is_backward: bool = False) -> None:
         """Run attention or a dense layer: products on gathered tokens, and products whose sums are scattered."""
-        times = part.forward
         self.work(times.before)
-        self.work_on(self.gather(self._chunks), times.chunked)
+        for arrival in self.gather(self._chunks):
+            self.wait(arrival)
+            self.work(times.chunked / self._chunks)
         self.work(times.between)
-        self.wait_all(self.scatter(times.sums, arrivals=[0.0] * self._chunks))
-        self.work(times.after)
-
-    def products_backward(self, part: Both) -> None:
-        times = part.backward
-        self.work_on(self.gather(self._chunks), times.chunked)
-        self.work(times.between)
-        tokens = self.gather_again()
+        tokens = self.gather(self._chunks_again if is_backward else 0)
         sums = self.scatter(times.sums, arrivals=[0.0] * self._chunks)
         self.wait_all(tokens)
         self.work(times.weights)
@@ -288,18 +246,16 @@ class _Play(Lanes):
             self.wait(routing)
             self.wait_all(self.scatter(times.sums, arrivals=arrivals))
             self.work(times.after)
-            return
-        # Borrowed weights travel while the router works; exchanged rows are waited for.
-        borrowed = self._borrow()
-        self.work(router_s)
-        self._wait_for(borrowed)
-        self.work(times.sums + times.after)
+        else:  # borrowed weights travel while the router works; exchanged rows are waited for
+            borrowed = self._borrow()
+            self.work(router_s)
+            self._wait_for(borrowed)
+            self.work(times.sums + times.after)
 
     def experts_backward(self, layer: LayerTimes) -> None:
         times, router_s = layer.experts.backward, layer.router.backward.total
         if self._strategy == "gather_tokens":
-            arrivals = self.gather(self._chunks)
-            tokens = self.gather_again()
+            arrivals, tokens = self.gather(self._chunks), self.gather(self._chunks_again)
             sums = self.scatter(times.sums, arrivals=arrivals)
             sums.append(self.send(self._routing_s["reduce_scatter"]))
             self.wait_all(tokens)
@@ -336,54 +292,62 @@ def hidden_seconds(job: Job, *, layer: LayerTimes, busy: float, call_s: Callable
     """
     if not overlaps(job):
         return 0.0
-    play = _ZeroPlay(job, layer, busy=busy, call_s=call_s)
+    modules = held_modules(job.sizes, job.layout)
     if job.zero_stage == 3:
-        play.sharded(weights_of(job).steps)
-    else:
-        play.summed(held_modules(job.sizes, job.layout))
+        steps = weights_of(job).steps
+    else:  # all weights are there
+        forward = [Step(0, 0, 0, module, is_backward=False) for module in modules]
+        steps = (*forward, *(step._replace(is_backward=True) for step in reversed(forward)))
+    play = _ZeroPlay(job, layer, modules, busy=busy, call_s=call_s)
+    play.run(steps)
     return (1 if job.zero_stage == 1 else job.accumulation) * (play.sent_s - play.exposed_s)
 
 
 class _ZeroPlay(Lanes):
     """One micro-batch of one job on a rank and its link to other groups."""
 
-    def __init__(self, job: Job, layer: LayerTimes, *, busy: float, call_s: Callable[[str, float], float]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        layer: LayerTimes,
+        modules: Sequence[Module],
+        *,
+        busy: float,
+        call_s: Callable[[str, float], float],
+    ) -> None:
         super().__init__(busy=busy)
-        self._stage, self._dp, self._element_bytes = job.zero_stage, job.layout.dp, job.element_bytes
+        self._element_bytes, self._call_s = job.element_bytes, cache(call_s)
         self._bucket, self._filled = zero_number(job.zero, "reduce_bucket_size"), 0
-        self._call_s = cache(call_s)
-        self._op = "reduce_scatter" if self._stage == 3 else "all_reduce"
-        self._sums = [0.0] * UNDER_WAY[self._stage]  # when each bucket has arrived
+        self._op, parts = ("reduce_scatter", job.layout.dp) if job.zero_stage == 3 else ("all_reduce", 1)
+        self._under_way = UNDER_WAY[job.zero_stage]
+        self._sums = [0.0] * self._under_way  # when each bucket has arrived
         self._seconds = _module_seconds(layer, recompute=job.recompute)
-        self._scattered = {
-            _kind(module): [-(-number // self._dp) * self._dp for number in module.parameters.values()]
-            for module in held_modules(job.sizes, job.layout)
+        self._gradients = {
+            _kind(module): [-(-number // parts) * parts for number in module.parameters.values()] for module in modules
         }
 
-    def summed(self, modules: Sequence[Module]) -> None:
-        """Compute all modules, and sum their gradients in the backward."""
-        self.work(sum(self._seconds[_kind(module)][0] for module in modules))
-        for module in reversed(modules):
-            self.work(self._seconds[_kind(module)][1])
-            self._add_up(module.parameters.values())
-        self._end()
-
-    def sharded(self, steps: Sequence[Step]) -> None:
+    def run(self, steps: Sequence[Step]) -> None:
         """Gather the weights of each module, compute it, and in the backward sum its gradients."""
         ahead: list[float] = []
         for step in steps:
             if step.missing:
-                self.wait(self.send(self._call_s("all_gather", self._element_bytes * step.missing)))
+                self.wait(self._gather(step.missing))
             if step.waits_for:
                 self.wait(ahead[step.waits_for - 1])
             if step.ahead:
-                ahead.append(self.send(self._call_s("all_gather", self._element_bytes * step.ahead)))
+                ahead.append(self._gather(step.ahead))
             if step.module is not None:
                 self.work(self._seconds[_kind(step.module)][step.is_backward])
-                self._add_up(self._scattered[_kind(step.module)] if step.is_backward else ())
-        self._end()
+                if step.is_backward:
+                    self._add_up(self._gradients[_kind(step.module)])
+        if self._filled:
+            self._send_bucket()
+        self.wait(self._sums[-1])
 
-    def _add_up(self, numbers: Iterable[int]) -> None:
+    def _gather(self, numbers: int) -> float:
+        return self.send(self._call_s("all_gather", self._element_bytes * numbers))
+
+    def _add_up(self, numbers: Sequence[int]) -> None:
         """Put gradients into the bucket, which is sent when the next one has no room in it."""
         for number in numbers:
             if self._filled and self._filled + number > self._bucket:
@@ -391,14 +355,9 @@ class _ZeroPlay(Lanes):
             self._filled += number
 
     def _send_bucket(self) -> None:
-        self.wait(self._sums[-UNDER_WAY[self._stage]])
+        self.wait(self._sums[-self._under_way])
         self._sums.append(self.send(self._call_s(self._op, SUM_BYTES * self._filled)))
         self._filled = 0
-
-    def _end(self) -> None:
-        if self._filled:
-            self._send_bucket()
-        self.wait(self._sums[-1])
 
 
 def _kind(module: Module) -> str:

@@ -1,4 +1,4 @@
-"""What a rank sends, as rows by axis, operation and purpose: planned, counted in a dry run, or counted in a real step."""
+"""What a rank sends, as rows by axis, operation and purpose: planned, counted in a dry run, or in a real step."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
