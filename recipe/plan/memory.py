@@ -5,6 +5,7 @@ first layer's backward of each kind, the head, the reduction of the last gradien
 two layers of a kind memory changes by the same amount each time, so that one of the ends is the most.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -63,29 +64,28 @@ class Row(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Lines that come and go together, so many times; `num_bytes` is the sum of them once."""
+    """Lines that come and go together; `num_bytes` is their sum."""
 
     lines: Lines
     num_bytes: float
     basis: str
-    times: int = 1
 
 
 class Moment(NamedTuple):
-    """What is alive at some moment of a step."""
+    """What is alive at some moment of a step: parts, each so many times."""
 
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[tuple[Part, int]]
     num_bytes: float
 
     @property
     def rows(self) -> list[Row]:
         """The lines that are not zero."""
         return [
-            Row(what, kind, text_of(part.times * num_bytes), part.times * num_bytes, part.basis)
-            for part in self.parts
+            Row(what, kind, text_of(times * num_bytes), times * num_bytes, part.basis)
+            for part, times in self.parts
             for what, kind, num_bytes in part.lines
-            if part.times * num_bytes
+            if times * num_bytes
         ]
 
 
@@ -107,9 +107,9 @@ class MemoryModel:
             self._parts[key] = letters, _model_parts(job, letters)
         fullest = _fullest(_moments(job, *self._parts[key]))
         sums = dict.fromkeys(KINDS, 0.0)
-        for part in fullest.parts:
+        for part, times in fullest.parts:
             for _, kind, num_bytes in part.lines:
-                sums[kind] += part.times * num_bytes
+                sums[kind] += times * num_bytes
         whole = {kind: int(value) for kind, value in sums.items()}
         return MemoryPlan(**whole, margin=int(MARGIN * sum(whole.values())), moment=fullest.name)
 
@@ -132,17 +132,23 @@ def _fullest(found: Sequence[Moment]) -> Moment:
 
 
 def _moments(job: Job, letters: Letters, parts: Mapping[str, Part]) -> list[Moment]:
-    step = _Step(job, letters, parts)
+    step, sizes = _Step(job, letters, parts), job.sizes
     zero = step.zero
-    found = [step.loss(), step.moment("reduction", zero.reduction()), step.moment("update", zero.update())]
+    everything = step.kept(sizes.num_moe_layers, len(sizes.dense_layers))
+    at_loss = [*zero.forward(), *zero.whole("head", is_backward=False)]
+    found = [
+        step.moment("loss", at_loss, {**everything, "head working": 1}),
+        step.moment("reduction", zero.reduction()),
+        step.moment("update", zero.update()),
+    ]
     first = zero.arriving("embedding", "block 0", is_backward=False)
     if first:
         found.append(step.moment("first fetch", first))
-    for layer in _ends(job.sizes):
-        found += step.backward(layer)
-    filled = _where_filled(job.sizes, zero, step.held)
+    for index in _ends(sizes):
+        found += step.backward(_layer(sizes, index))
+    filled = _where_filled(sizes, zero, step.held)
     if filled is not None:
-        found.append(step.first_reduction(filled))
+        found.append(step.first_reduction(_layer(sizes, filled)))
     return found
 
 
@@ -174,20 +180,20 @@ def _model_parts(job: Job, s: Letters) -> dict[str, Part]:
 
 
 class _Layer(NamedTuple):
-    """A layer, and how many of each kind there are up to it, itself included."""
+    """A layer, and how many of each kind there are below it."""
 
     is_dense: bool
-    num_moe: int
-    num_dense: int
+    moe_below: int
+    dense_below: int
 
     @property
-    def number(self) -> int:
-        return self.num_moe + self.num_dense
+    def index(self) -> int:
+        return self.moe_below + self.dense_below
 
     @property
     def module(self) -> str:
         """Its name in `held_modules`."""
-        return f"block {self.number - 1}"
+        return f"block {self.index}"
 
 
 class _Step:
@@ -199,69 +205,54 @@ class _Step:
         # Buckets beside the backward were not in the steps that were measured.
         self._basis = READ if job.zero.get("overlap_comm") else MEASURED
         self._lasting = [_part(self.zero.lasting(), basis=self._basis), parts["copies"]]
-        self._numbers = (self.held.layer(is_dense=False), self.held.layer(is_dense=True))
-        self._last = _ends(job.sizes)[-1]
 
-    def moment(self, name: str, zero: Lines, *others: Part) -> Moment:
-        """Return the moment with these lines of ZeRO's, beside what lasts and other parts."""
-        parts = [*self._lasting, _part(zero, basis=self._basis), *others]
-        return Moment(name, parts, sum(part.times * part.num_bytes for part in parts))
+    def moment(self, name: str, zero: Lines, times: Mapping[str, int] | None = None) -> Moment:
+        """Return the moment with these lines of ZeRO's, beside what lasts and the model's parts, each so many times."""
+        once = [*self._lasting, _part(zero, basis=self._basis)]
+        parts = [(part, 1) for part in once] + [(self._parts[part], n) for part, n in (times or {}).items()]
+        return Moment(name, parts, sum(n * part.num_bytes for part, n in parts))
 
-    def loss(self) -> Moment:
-        """Return the moment when all layers have run forward, and no gradient has been made."""
-        lines = [*self.zero.forward(), *self.zero.whole("head", is_backward=False)]
-        return self.moment("loss", lines, *self._kept_up_to(self._last), self._parts["head working"])
+    def kept(self, num_moe: int, num_dense: int) -> Counter[str]:
+        """Return what so many layers have left."""
+        layers = num_moe + num_dense
+        if self._recompute:
+            return Counter({"input": layers})
+        return Counter({"inputs": layers, "products": layers, "experts": num_moe, "dense": num_dense})
 
     def backward(self, layer: _Layer) -> list[Moment]:
         """Return the moments of a layer's feed-forward half, its attention, and where ZeRO-3 fetches its weights."""
-        zero, name = self.zero, f"backward of layer {layer.number}, "
-        numbers = self._numbers[layer.is_dense]
-        done = self.zero.s.P - self._below(layer)
+        zero, held, name = self.zero, self.held, f"backward of layer {layer.index + 1}, "
+        kind, below = "dense" if layer.is_dense else "experts", self.kept(layer.moe_below, layer.dense_below)
+        done = self._done_above(layer)
+        done_below = done + held.layer(is_dense=layer.is_dense) - held.attention - held.norms
         fetched = zero.whole(layer.module, is_backward=True)
-        kind = "dense" if layer.is_dense else "experts"
-        kept = [*self._at_work(layer), self._parts[f"{kind} working"]]
-        found = [self.moment(name + kind, [*fetched, *zero.backward(done=done)], *kept)]
-        done_below = done + numbers - self.held.attention - self.held.norms
+        at_work = below + Counter(("inputs", "products", kind, f"{kind} working"))
         # What attention works with holds all of this layer that is still there, but for the inputs.
-        left = [*self._at_work(layer, only_inputs=True), self._parts["attention working"]]
-        found.append(self.moment(name + "attention", [*fetched, *zero.backward(done=done_below)], *left))
+        left = below + Counter(("inputs", "attention working"))
+        found = [
+            self.moment(name + kind, [*fetched, *zero.backward(done=done)], at_work),
+            self.moment(name + "attention", [*fetched, *zero.backward(done=done_below)], left),
+        ]
         arriving = zero.arriving(layer.module, is_backward=True)
         if arriving:
-            lines = [*arriving, *zero.backward(done=done)]
-            found.append(self.moment(name + "fetch", lines, *self._kept_up_to(layer)))
+            up_to = self.kept(layer.moe_below + (not layer.is_dense), layer.dense_below + layer.is_dense)
+            found.append(self.moment(name + "fetch", [*arriving, *zero.backward(done=done)], up_to))
         return found
 
     def first_reduction(self, layer: _Layer) -> Moment:
         """Return the moment when a bucket fills up in the backward, after this layer's feed-forward half."""
-        zero, numbers = self.zero, self._numbers[layer.is_dense]
+        zero, numbers = self.zero, self.held.layer(is_dense=layer.is_dense)
         own = Line("gradients of the layer", "gradients", zero.s.b * (numbers - self.held.attention))
-        made = zero.backward(done=zero.s.P - self._below(layer))
+        made = zero.backward(done=self._done_above(layer))
         lines = [*zero.whole(layer.module, is_backward=True), *made, own, *zero.sent()]
-        left = [*self._at_work(layer, only_inputs=True), self._parts["products"]]
-        return self.moment(f"first reduction, layer {layer.number}", lines, *left)
+        left = self.kept(layer.moe_below, layer.dense_below) + Counter(("inputs", "products"))
+        return self.moment(f"first reduction, layer {layer.index + 1}", lines, left)
 
-    def _below(self, layer: _Layer) -> int:
-        """Return the numbers of parameters whose gradients are still to come when this layer's turn is."""
-        moe, dense = self._numbers
-        return layer.num_moe * moe + layer.num_dense * dense + self.held.embedding
-
-    def _kept_up_to(self, layer: _Layer) -> list[Part]:
-        """Return what all layers up to this one have left."""
-        if self._recompute:
-            return [self._parts["input"]._replace(times=layer.number)]
-        return self._left(layer.number, layer.num_moe, layer.num_dense)
-
-    def _at_work(self, layer: _Layer, *, only_inputs: bool = False) -> list[Part]:
-        """Return the same in this layer's backward: with all that it kept, or with attention's inputs alone."""
-        if not self._recompute and not only_inputs:
-            return self._kept_up_to(layer)
-        below = _Layer(layer.is_dense, layer.num_moe - (not layer.is_dense), layer.num_dense - layer.is_dense)
-        own = [self._parts["inputs"]] if only_inputs else self._left(1, int(not layer.is_dense), int(layer.is_dense))
-        return [*self._kept_up_to(below), *own]
-
-    def _left(self, layers: int, moe: int, dense: int) -> list[Part]:
-        counts = {"inputs": layers, "products": layers, "experts": moe, "dense": dense}
-        return [self._parts[name]._replace(times=times) for name, times in counts.items() if times]
+    def _done_above(self, layer: _Layer) -> float:
+        """Return the numbers of parameters whose gradients are made when this layer's turn is."""
+        moe, dense = (self.held.layer(is_dense=is_dense) for is_dense in (False, True))
+        still_to_come = layer.moe_below * moe + layer.dense_below * dense + self.held.layer(is_dense=layer.is_dense)
+        return self.zero.s.P - (still_to_come + self.held.embedding)
 
 
 def _part(lines: Lines, *, basis: str) -> Part:
@@ -281,23 +272,22 @@ def _copies(job: Job, s: Letters) -> Lines:
 
 
 @lru_cache(maxsize=256)
-def _ends(sizes: ModelSizes) -> tuple[_Layer, ...]:
+def _ends(sizes: ModelSizes) -> list[int]:
     """Return the first and the last layer of each kind."""
     kinds = ([i for i in range(sizes.num_hidden_layers) if (i in sizes.dense_layers) is kind] for kind in (False, True))
-    ends = sorted({i for layers in kinds for i in (layers[:1] + layers[-1:])})
-    return tuple(_layer(sizes, i) for i in ends)
+    return sorted({i for layers in kinds for i in (layers[:1] + layers[-1:])})
 
 
 def _layer(sizes: ModelSizes, index: int) -> _Layer:
-    num_dense = sum(layer <= index for layer in sizes.dense_layers)
-    return _Layer(index in sizes.dense_layers, index + 1 - num_dense, num_dense)
+    dense_below = sum(layer < index for layer in sizes.dense_layers)
+    return _Layer(index in sizes.dense_layers, index - dense_below, dense_below)
 
 
-def _where_filled(sizes: ModelSizes, zero: ZeroMemory, held: RankParameters) -> _Layer | None:
+def _where_filled(sizes: ModelSizes, zero: ZeroMemory, held: RankParameters) -> int | None:
     """Return about where the first bucket fills in the backward; None where only at the end, or gradients wait."""
     if zero.stage < 2 or zero.filled == zero.s.P:
         return None
     layers = sizes.num_hidden_layers
     mean = (float(zero.s.P) - held.embedding - held.head) / layers
     passed = int((float(zero.bucket) - held.head) / mean)
-    return _layer(sizes, layers - 1 - min(max(passed, 0), layers - 1))
+    return layers - 1 - min(max(passed, 0), layers - 1)
