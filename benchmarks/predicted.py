@@ -225,14 +225,14 @@ def start(case: Case, *, num_steps: int, tiny: bool) -> Any:
     from modeling.init import build_model
     from modeling.mesh import build_mesh
     from recipe.data.batches import MicroBatch
-    from recipe.dry_run.fake_world import config_of, execution_of
+    from recipe.dry_run.fake_world import config_of
     from recipe.engine.engine import Engine, build_optimizer
     from recipe.train.prepare import quieten_libraries
 
     quieten_libraries(is_first=False)
     job, settings = settle(case, tiny=tiny)
     mesh = build_mesh(job.layout, num_key_value_heads=job.sizes.num_key_value_heads)
-    model = build_model(config_of(job), mesh=mesh, execution=execution_of(job), seed=0)
+    model = build_model(config_of(job), mesh=mesh, execution=job.execution, seed=0)
     if job.recompute:
         model.gradient_checkpointing_enable()
     engine = Engine(model, ds_config=settings.engine, optimizer=build_optimizer(model, settings.optimizer))

@@ -25,7 +25,6 @@ from recipe.plan.transfer_time import Lanes, Ring, call_seconds
 from recipe.shared.flops import count_parameters, model_flops_per_token
 
 BF16_BYTES = 2
-NO_WIRE = Execution()
 
 
 class PublishedRow(NamedTuple):
@@ -87,7 +86,9 @@ def described_time(what: Description) -> StepTime:
     head_s = head_times(dense, rates).total(recompute=False)
     exchange_s, tensor_s = layers * _exchange_s(what, hardware), layers * _tensor_parallel_s(what, hardware)
     device_s = forward_s + backward_s + head_s + exchange_s + tensor_s
-    grouped = replace(shared, experts_backend="grouped")  # as all of these systems multiply
+    grouped = replace(
+        shared, execution=replace(shared.execution, experts_backend="grouped")
+    )  # as all of these systems multiply
     launch_s = max(0.0, num_launches(grouped, fused=system.fused) / what.pp * hardware.launch_s - device_s)
     micro_s = device_s + launch_s
     share = forward_s / (forward_s + backward_s)
@@ -133,9 +134,7 @@ def _job(what: Description, layout: ParallelLayout, *, num_sequences: int, block
         num_sequences=num_sequences,
         block_size=block_size,
         accumulation=1,
-        strategy="all_to_all" if layout.ep > 1 else "gather_tokens",
-        wire=NO_WIRE,
-        experts_backend="loop",
+        execution=Execution(strategy="all_to_all" if layout.ep > 1 else "gather_tokens", experts_backend="loop"),
         zero={"stage": what.system.zero},
         precision="bf16",
         recompute=False,

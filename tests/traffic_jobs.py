@@ -1,6 +1,6 @@
 """Jobs of small models for the tests of what is sent: planned, in a dry run, and by real ranks."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from modeling.execution import Execution
@@ -8,9 +8,15 @@ from modeling.layout import ParallelLayout
 from recipe.plan.job import Job
 from tests.referee import TINY
 
-WIRE = Execution()
+EXECUTION = {field.name for field in fields(Execution)}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 MODEL: dict[str, Any] = {**TINY, **HEADS, "num_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 48}
+
+
+def changed(job: Job, **changes: Any) -> Job:
+    """The same job with other values, those of its execution by their own names."""
+    execution = {name: changes.pop(name) for name in EXECUTION & changes.keys()}
+    return replace(job, execution=replace(job.execution, **execution), **changes)
 
 
 def small_job(
@@ -19,7 +25,6 @@ def small_job(
     ep: int = 1,
     *,
     model: dict[str, Any] | None = None,
-    wire: dict[str, Any] | None = None,
     zero: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Job:
@@ -30,15 +35,13 @@ def small_job(
         num_sequences=2,
         block_size=16,
         accumulation=1,
-        strategy="gather_tokens",
-        wire=Execution(**(wire or {})),
-        experts_backend="loop",
+        execution=Execution(experts_backend="loop"),
         zero={"stage": 1, **(zero or {})},
         precision="fp32",
         recompute=False,
         device="cpu",
     )
-    return replace(job, **changes)
+    return changed(job, **changes)
 
 
 def engine_config(job: Job) -> dict[str, Any]:

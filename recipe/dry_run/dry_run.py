@@ -18,7 +18,7 @@ from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.noise import NoiseOrigin
 from recipe.dry_run.engine_trace import trace_engine
-from recipe.dry_run.fake_world import config_of, execution_of, fake_world, without_data
+from recipe.dry_run.fake_world import config_of, fake_world, without_data
 from recipe.dry_run.ledger import Ledger, Sent, add_up
 from recipe.dry_run.live_memory import LiveMemory, PhasePeaks, Phases
 from recipe.plan.job import Job
@@ -84,10 +84,11 @@ def dry_run(
 
     ValueError for copies of experts, which go by the loads of earlier steps.
     """
-    if job.wire.resident_experts:
+    num_copies = job.execution.resident_experts
+    if num_copies:
         raise ValueError(
-            f"resident_experts={job.wire.resident_experts} are copied by the loads of the step before, which a dry run "
-            "has not; use resident_experts=0"
+            f"resident_experts={num_copies} are copied by the loads of the step before, which a dry run has not; use "
+            "resident_experts=0"
         )
     all_layers = all_layers or job.sizes.num_hidden_layers <= LAYERS_RUN_AT_ONCE
     with fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads, rank=rank) as mesh:
@@ -138,7 +139,7 @@ def _run(job: Job, mesh: ParallelMesh) -> Trace:
     with FakeTensorMode(), torch.random.fork_rng():
         # What a fake tensor is cannot be changed any more.
         with _default_dtype(DTYPES[job.precision]):
-            model: Any = GatherMoeForCausalLM(config, mesh=mesh, execution=execution_of(job))
+            model: Any = GatherMoeForCausalLM(config, mesh=mesh, execution=job.execution)
         model.train()
         if job.recompute:
             model.gradient_checkpointing_enable()

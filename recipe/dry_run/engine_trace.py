@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.data.batches import MicroBatch
-from recipe.dry_run.fake_world import config_of, execution_of
+from recipe.dry_run.fake_world import config_of
 from recipe.dry_run.ledger import Ledger, Sent, add_up, axis_of
 from recipe.engine.engine import Engine, build_optimizer
 from recipe.plan.job import Job
@@ -110,8 +110,7 @@ def _with_few_tokens(job: Job) -> Job:
         num_sequences=1,
         block_size=min(max(2, job.layout.tp), job.sizes.max_position_embeddings),
         accumulation=min(2, job.accumulation),
-        strategy="gather_tokens",
-        experts_backend="loop",
+        execution=replace(job.execution, strategy="gather_tokens", experts_backend="loop"),
         device="cpu",
     )
 
@@ -132,7 +131,7 @@ def _last_of(
     ids = torch.zeros(1, job.block_size, dtype=torch.int64)
     micro_batches = [MicroBatch(ids, ids, ((0,),), None, job.block_size - 1, (0,))] * job.accumulation
     with UntouchedLedger(large=large):
-        model = GatherMoeForCausalLM(config_of(job), mesh=mesh, execution=execution_of(job))
+        model = GatherMoeForCausalLM(config_of(job), mesh=mesh, execution=job.execution)
         if job.recompute:
             model.gradient_checkpointing_enable()
         engine = Engine(model, ds_config=config, optimizer=build_optimizer(model, OPTIMIZER))

@@ -5,7 +5,6 @@ Everything that replaces a part of the model stands in this file.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,6 @@ from torch import Tensor
 from modeling import comm, experts_grouped, experts_loop, moe
 from modeling.config import GatherMoeConfig
 from modeling.cost import settle_num_chunks
-from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh
 from recipe.plan.job import Job
@@ -46,11 +44,6 @@ def config_of(job: Job) -> GatherMoeConfig:
     config = GatherMoeConfig(**job.model, use_cache=False)
     config._attn_implementation = "sdpa"
     return config
-
-
-def execution_of(job: Job) -> Execution:
-    """Return how a run of this job is executed."""
-    return replace(job.wire, strategy=job.strategy, experts_backend=job.experts_backend)
 
 
 @contextmanager

@@ -68,8 +68,8 @@ def compare(found: DryRun, job: Job, *, rank: int = 0) -> Comparison:
     the head takes fewer tokens at a time. Rows of an exchange are planned for the rank that was run: where they do not
     divide, it sends a few more or less than the mean. Memory is that of one micro-batch of a rank without ZeRO.
     """
-    wire = replace(job.wire, overlap_chunks=job.num_chunks) if job.wire.overlap else job.wire
-    as_run = replace(job, wire=wire, device="cpu")
+    run = job.execution
+    as_run = replace(job, execution=replace(run, overlap_chunks=job.num_chunks) if run.overlap else run, device="cpu")
     planned = [Sent(*row) for row in planned_traffic(replace(as_run, rho=even_share(job, rank=rank)))]
     as_counted = [row._replace(purpose="attention") if row.purpose == "dense" else row for row in planned]
     ours, theirs = _by_key(found.rows), _by_key(add_up(as_counted))

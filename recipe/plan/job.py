@@ -45,8 +45,7 @@ class Job:
     model             keyword arguments of the model's configuration, as `read_model` and the presets have them
     num_sequences     B, sequences of `block_size` (S) positions that a group works on at once
     accumulation      micro-batches per optimizer step
-    strategy          how tokens meet their experts; "auto" is settled by `moe_strategy`
-    experts_backend   "loop" computes the rows that there are; "grouped" and "triton" a static number of rows
+    execution         its strategy "auto" is settled by `moe_strategy`; its experts_backend and cuda_graph are settled
     zero              DeepSpeed's "zero_optimization" block, the stage included
     precision         "fp32" or "bf16", the latter with float32 master weights and gradient sums
     recompute         every block is computed again in the backward
@@ -54,7 +53,6 @@ class Job:
     attention_length  l = sum(length^2) / sum(length) of the documents in a block; None: each fills a block
     rho               the busiest rank's expert rows over the mean
     clips_gradients   by their norm over all ranks
-    cuda_graph        blocks are replayed as CUDA graphs, as recipe/settings/execution.py settles it
     """
 
     model: Mapping[str, Any]
@@ -62,9 +60,7 @@ class Job:
     num_sequences: int
     block_size: int
     accumulation: int
-    strategy: str
-    wire: Execution
-    experts_backend: str
+    execution: Execution
     zero: Mapping[str, Any]
     precision: str
     recompute: bool
@@ -72,7 +68,6 @@ class Job:
     attention_length: float | None = None
     rho: float = 1.0
     clips_gradients: bool = True
-    cuda_graph: bool = False
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -112,8 +107,8 @@ class Job:
             tokens,
             sent_bytes=(self.layout.tp - 1) * tokens * self.sizes.hidden_size * self.element_bytes,
             device=self.device,
-            overlap=self.wire.overlap,
-            wanted=self.wire.overlap_chunks,
+            overlap=self.execution.overlap,
+            wanted=self.execution.overlap_chunks,
         )
 
     def num_ranks(self, axis: str) -> int:
@@ -130,13 +125,13 @@ class Job:
     @property
     def static_rows(self) -> bool:
         """Whether a rank computes the most rows that could come, whatever the routing is."""
-        return self.experts_backend != "loop"
+        return self.execution.experts_backend != "loop"
 
     @cached_property
     def moe_strategy(self) -> str:
         """The strategy, with "auto" settled for this number of tokens as the layer itself settles it."""
-        if self.strategy != "auto":
-            return self.strategy
+        if self.execution.strategy != "auto":
+            return self.execution.strategy
         even = replace(self.moe_traffic, rho=1.0, fp8_tokens=False, sum_bytes=None)
         return cost.choose_strategy(even)
 
@@ -169,17 +164,17 @@ class Job:
             num_tokens=self.num_tokens,
             element_bytes=self.element_bytes,
             rho=self.rho,
-            regather=self.wire.regather,
-            fp8_tokens=self.wire.token_dtype != "auto",
-            sum_bytes=4 if self.wire.combine_dtype == "float32" else None,
+            regather=self.execution.regather,
+            fp8_tokens=self.execution.token_dtype != "auto",
+            sum_bytes=4 if self.execution.combine_dtype == "float32" else None,
         )
 
     @cached_property
     def micro_batch_key(self) -> tuple[Any, ...]:
         """What one micro-batch's memory and computing depend on, besides recomputation; ZeRO is no part of it."""
         limits = (self.model.get("clip_qkv"), self.model.get("capacity_factor"))
-        run = (self.experts_backend, self.precision, self.device, self.attention_length, self.rho, self.num_chunks)
-        return self.sizes, self.layout, self.num_sequences, self.block_size, self.group_strategy, self.wire, run, limits
+        run = (self.execution, self.group_strategy, self.precision, self.device, self.attention_length, self.rho)
+        return self.sizes, self.layout, self.num_sequences, self.block_size, run, limits
 
     @property
     def is_packed(self) -> bool:
@@ -195,13 +190,10 @@ def job_of(settings: ResolvedConfig, *, model: Mapping[str, Any], recompute: boo
         num_sequences=settings.num_sequences,
         block_size=settings.block_size,
         accumulation=settings.accumulation,
-        strategy=settings.execution.strategy,
-        wire=settings.execution,
-        experts_backend=settings.execution.experts_backend,
+        execution=settings.execution,
         zero=settings.engine["zero_optimization"],
         precision=settings.precision,
         recompute=recompute,
         device=device,
         clips_gradients=settings.optimizer.max_grad_norm > 0,
-        cuda_graph=settings.execution.cuda_graph,
     )

@@ -158,13 +158,13 @@ def _model_parts(job: Job, s: Letters) -> dict[str, Part]:
     "input" is what is left of a layer that is computed again, "inputs" what its attention keeps longest, "products"
     what it keeps besides; "… working" is what the backward of a half of a layer, or of the head, adds.
     """
-    wire = job.wire
     # Kernels for packed documents, a backend for GPUs alone, types that change on the way and a limit to the rows were
     # not in the steps that were measured.
     attention = READ if job.is_packed and job.device == "cuda" else MEASURED
-    changed = wire.token_dtype != "auto" or wire.combine_dtype != "auto" or wire.resident_experts
+    run = job.execution
+    changed = run.token_dtype != "auto" or run.combine_dtype != "auto" or run.resident_experts
     limited = job.model.get("capacity_factor") is not None
-    experts = READ if changed or limited or job.experts_backend == "triton" else MEASURED
+    experts = READ if changed or limited or run.experts_backend == "triton" else MEASURED
     return {
         "input": _part([Line("layers' inputs", "activations", s.t * s.D * s.b)], basis=MEASURED),
         "inputs": _part(memory_lines.attention_inputs(s), basis=attention),
@@ -261,7 +261,7 @@ def _part(lines: Lines, *, basis: str) -> Part:
 
 def _copies(job: Job, s: Letters) -> Lines:
     """Return slots for other ranks' experts and one layer's gradients of them; a grouped product also joins them."""
-    number = job.wire.resident_experts
+    number = job.execution.resident_experts
     if not number or not job.sizes.num_moe_layers:
         return []
     one = s.P_experts * job.layout.ep / s.E * s.b

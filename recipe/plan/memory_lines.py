@@ -137,7 +137,7 @@ class Letters:
         self.named, self.strategy, self.qk_norm = named, job.group_strategy, job.sizes.qk_norm
         self.extra = 4 if job.element_bytes < 4 else 0
         self.gloo, self.joins = job.device == "cpu", job.is_packed and job.device == "cpu"
-        self.regather, self.keeps = job.wire.regather, tp > 1 and not job.wire.regather
+        self.regather, self.keeps = job.execution.regather, tp > 1 and not job.execution.regather
         self.static, self.clips = job.static_rows, job.model.get("clip_qkv") is not None
         slices = job.expert_rows.num_experts < job.sizes.num_experts
         self.again = job.static_rows and tp > 1 and self.strategy == "gather_tokens" and slices

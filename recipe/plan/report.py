@@ -105,15 +105,15 @@ def plan_as_json(plan: Plan, found: Found) -> dict[str, Any]:
     job, memory, layout = plan.job, plan.memory, plan.job.layout
     return {
         "layout": {"dp": layout.dp, "tp": layout.tp, "ep": layout.ep, "etp": layout.etp},
-        "strategy": job.strategy,
+        "strategy": job.execution.strategy,
         "zero_stage": job.zero_stage,
         "zero_optimization": dict(job.zero),
         "micro_batch": job.num_sequences,
         "accumulation": job.accumulation,
         "recompute": job.recompute,
-        "regather": job.wire.regather,
-        "overlap": job.wire.overlap,
-        "experts_backend": job.experts_backend,
+        "regather": job.execution.regather,
+        "overlap": job.execution.overlap,
+        "experts_backend": job.execution.experts_backend,
         "idle_gpus": found.idle(plan),
         "step_s": plan.time.step_s,
         "tokens_per_s": plan.tokens_per_s,
@@ -149,12 +149,12 @@ def _asked(found: Found, *, notes: Sequence[str]) -> Iterator[str]:
 
 _COLUMNS: Mapping[str, Callable[[Plan, Found], str]] = {
     "layout": lambda plan, _: str(plan.job.layout),
-    "strategy": lambda plan, _: plan.job.strategy if plan.job.layout.tp > 1 else "-",
+    "strategy": lambda plan, _: plan.job.execution.strategy if plan.job.layout.tp > 1 else "-",
     "ZeRO": lambda plan, _: str(plan.job.zero_stage),
     "micro x acc": lambda plan, _: f"{plan.job.num_sequences} x {plan.job.accumulation}",
     "recompute": lambda plan, _: "yes" if plan.job.recompute else "no",
-    "regather": lambda plan, _: "yes" if plan.job.wire.regather else "no",
-    "overlap": lambda plan, _: "yes" if plan.job.wire.overlap else "no",
+    "regather": lambda plan, _: "yes" if plan.job.execution.regather else "no",
+    "overlap": lambda plan, _: "yes" if plan.job.execution.overlap else "no",
     "memory": lambda plan, _: size(plan.memory.total_bytes),
     "step": lambda plan, _: duration(plan.time.step_s),
     "tokens/s": lambda plan, _: f"{plan.tokens_per_s:,.0f}",
@@ -300,7 +300,7 @@ def ordinal(number: int) -> str:
 def _is(plan: Plan, wanted: Mapping[str, Any]) -> bool:
     """Tell whether a plan is the wanted one; a rank alone exchanges nothing, whatever its strategy is called."""
     layout = plan.job.layout
-    strategy = plan.job.strategy if layout.tp > 1 else wanted.get("strategy")
+    strategy = plan.job.execution.strategy if layout.tp > 1 else wanted.get("strategy")
     found = {"tp": layout.tp, "ep": layout.ep, "strategy": strategy}
     return all(found[key] == value for key, value in wanted.items())
 
@@ -355,7 +355,7 @@ def run_config(job: Job, *, model: Mapping[str, Any]) -> dict[str, Any]:
 
     What is likely to be tried otherwise stands in the "arguments" block, over which the command line wins.
     """
-    wire = job.wire
+    run = job.execution
     derived = zero_block({}, stage=job.zero_stage, sizes=job.sizes, tp=job.layout.tp, precision=job.precision).block
     return {
         "arguments": {
@@ -371,13 +371,13 @@ def run_config(job: Job, *, model: Mapping[str, Any]) -> dict[str, Any]:
         "parallel": {
             "tp": job.layout.tp,
             "ep": job.layout.ep,
-            "strategy": job.strategy,
-            "overlap": wire.overlap,
-            "overlap_chunks": "auto" if wire.overlap_chunks is None else wire.overlap_chunks,
-            "regather": wire.regather,
-            "token_dtype": wire.token_dtype,
-            "combine_dtype": wire.combine_dtype,
-            "experts_backend": job.experts_backend,
+            "strategy": run.strategy,
+            "overlap": run.overlap,
+            "overlap_chunks": "auto" if run.overlap_chunks is None else run.overlap_chunks,
+            "regather": run.regather,
+            "token_dtype": run.token_dtype,
+            "combine_dtype": run.combine_dtype,
+            "experts_backend": run.experts_backend,
             "cuda_graph": "auto",
         },
         MICRO_KEY: "auto",

@@ -158,7 +158,7 @@ def make_job(
     overlap: bool,
 ) -> Job:
     layout = arrangement.layout
-    wire = Execution(
+    execution = Execution(
         strategy=arrangement.strategy,
         experts_backend=request.experts_backend,
         overlap=overlap,
@@ -171,7 +171,7 @@ def make_job(
         ranks=request.ranks,
         sizes=request.sizes,
         layout=layout,
-        execution=wire,
+        execution=execution,
         precision=request.precision,
         zero_stage=zero_stage,
         attention_dropout=spec_of(request.model).attention_dropout,
@@ -182,15 +182,12 @@ def make_job(
         num_sequences=num_sequences,
         block_size=request.block_size,
         accumulation=request.sequences_per_step // (layout.dp * num_sequences),
-        strategy=arrangement.strategy,
-        wire=wire,
-        experts_backend=request.experts_backend,
+        execution=replace(execution, cuda_graph=can_be_graphed(facts, attention=request.attention)),
         zero=zero,
         precision=request.precision,
         recompute=recompute,
         device=request.hardware.device,
         rho=skew_of(layout, sizes=request.sizes, skew=request.skew),
-        cuda_graph=can_be_graphed(facts, attention=request.attention),
     )
 
 
@@ -312,7 +309,7 @@ def _fitting(
         most: dict[tuple[bool, bool], int] = {}  # by recomputing and gathering again, the choice that fits
         for recompute, regather in product((False, True), switch):
             cheaper = [i for (again, gathers), i in most.items() if again <= recompute and gathers <= regather]
-            job = replace(first, recompute=recompute, wire=replace(first.wire, regather=regather))
+            job = replace(first, recompute=recompute, execution=replace(first.execution, regather=regather))
             above = max(cheaper, default=-1) + 1
             found = _most_at_once(job, choices[above:], request=request, memory=memory, room_bytes=room_bytes)
             if found is not None:

@@ -143,7 +143,7 @@ class TimeModel:
 
     def _launching(self, job: Job, plan: TimePlan) -> float:
         """Return what the host needs beyond the device's own time; a CPU is its own host, whose times hold it."""
-        if job.device == "cpu" or job.cuda_graph:
+        if job.device == "cpu" or job.execution.cuda_graph:
             return 0.0
         device_s = plan.step_s - plan.optimizer_s - plan.data_parallel_s
         return max(0.0, compute_time.num_launches(job) * self._hardware.launch_s - device_s)

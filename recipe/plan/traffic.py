@@ -74,7 +74,7 @@ def _micro_batch(job: Job) -> Iterator[Sent]:
     yield _sent(job, "group", "all_gather", "embedding", tokens_bytes)
     for purpose, layers in (("attention", sizes.num_hidden_layers), ("dense", len(sizes.dense_layers))):
         # Gathered before the first products, sums scattered after the last; backward the other way round.
-        gathers, scatters = layers * (forwards + 1 + job.wire.regather), layers * (forwards + 1)
+        gathers, scatters = layers * (forwards + 1 + job.execution.regather), layers * (forwards + 1)
         yield _sent(job, "group", "all_gather", purpose, tokens_bytes, num_calls=job.num_chunks, times=gathers)
         yield _sent(job, "group", "reduce_scatter", purpose, tokens_bytes, num_calls=job.num_chunks, times=scatters)
     if sizes.qk_norm == "full":  # two sums of squares per token, forward, and their gradients
@@ -133,7 +133,7 @@ def _copies(job: Job) -> Sent:
     """
     sizes = job.sizes
     expert = MATRICES * sizes.hidden_size * sizes.moe_intermediate_size // job.layout.etp
-    sent_bytes = sizes.num_moe_layers * job.wire.resident_experts * expert * job.element_bytes
+    sent_bytes = sizes.num_moe_layers * job.execution.resident_experts * expert * job.element_bytes
     return Sent("group", "all_to_all", "copies", 2 * sizes.num_moe_layers, float(sent_bytes))
 
 

@@ -177,7 +177,7 @@ def exposed_shares(
 
     calls  seconds of one transfer by purpose and op; what is not there takes none
     """
-    if not job.wire.overlap or job.layout.tp == 1:
+    if not job.execution.overlap or job.layout.tp == 1:
         return {}
     plays = {name: _Play(job, calls, purpose=name, busy=busy) for name in ("attention", "dense", "experts", "head")}
     for _ in range(2 if job.recompute else 1):
@@ -200,7 +200,7 @@ class _Play(Lanes):
     def __init__(self, job: Job, calls: Mapping[tuple[str, str], float], *, purpose: str, busy: float) -> None:
         super().__init__(busy=busy)
         self._chunks, self._strategy = job.num_chunks, job.moe_strategy
-        self._chunks_again = job.num_chunks if job.wire.regather else 0
+        self._chunks_again = job.num_chunks if job.execution.regather else 0
         ops = ("all_gather", "reduce_scatter", "all_to_all")
         self._gather_s, self._scatter_s, self._exchange_s = (calls.get((purpose, op), 0.0) for op in ops)
         self._routing_s = {op: calls.get(("routing", op), 0.0) for op in ops[:2]}

@@ -289,9 +289,9 @@ def test_a_layer_sends_what_the_planner_says() -> None:
     """Ten transfers of the tokens, forward and backward, both inputs gathered again."""
     layers = {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True}
     model = {**asdict(case.LAYER), "vocab_size": 1024, "intermediate_size": 4096, **layers}
-    wire, sizes = {"overlap": True, "regather": True}, {"num_sequences": 1, "block_size": case.LENGTH}
-    options: dict[str, Any] = {"experts_backend": "grouped", "precision": "bf16", "device": "cuda", **sizes}
-    job = small_job(tp=case.RANKS, ep=case.RANKS, model=model, wire=wire, **options)
+    run = {"overlap": True, "regather": True, "experts_backend": "grouped", "precision": "bf16", "device": "cuda"}
+    options: dict[str, Any] = {**run, "num_sequences": 1, "block_size": case.LENGTH}
+    job = small_job(tp=case.RANKS, ep=case.RANKS, model=model, **options)
     sent = sum(row.sent_bytes for row in planned_traffic(job) if row.purpose in ("attention", "experts"))
     transfer = case.gather_bytes(case.tokens_bytes())
     assert sent == pytest.approx((FORWARD_TRANSFERS + BACKWARD_TRANSFERS) * transfer)

@@ -18,12 +18,12 @@ from tests.traffic_jobs import engine_config, small_job
 
 pytestmark = pytest.mark.slow
 
-OVERLAP = {"overlap": True, "regather": True}
+OVERLAP: dict[str, Any] = {"overlap": True, "regather": True}
 LAYOUTS = {
     "gather_tokens, N=1": small_job(4, 1, zero={"stage": 2}, accumulation=2),
     "gather_tokens, N=1, dp=128": small_job(128, 1, zero={"stage": 3}, precision="bf16"),
     "gather_tokens, N=2": small_job(
-        4, 2, 2, wire=OVERLAP, precision="bf16", model={"tie_word_embeddings": True, "balance_scope": "global_batch"}
+        4, 2, 2, **OVERLAP, precision="bf16", model={"tie_word_embeddings": True, "balance_scope": "global_batch"}
     ),
     "gather_tokens, N=4": small_job(
         1, 4, 2, zero={"stage": 2}, precision="bf16", accumulation=3, model={"qk_norm": "full", "capacity_factor": 1.0}
@@ -35,7 +35,8 @@ LAYOUTS = {
         4,
         4,
         4,
-        wire={"token_dtype": "float8_e4m3", "combine_dtype": "float32"},
+        token_dtype="float8_e4m3",
+        combine_dtype="float32",
         precision="bf16",
         experts_backend="grouped",
         model={"mlp_only_layers": [0]},
@@ -109,7 +110,7 @@ def test_planned_bytes_are_those_of_the_dry_run(name: str, alone: ProcessPoolExe
             "gather_tokens": {"all_gather", "reduce_scatter"},
             "gather_weights": {"all_gather", "reduce_scatter"},
             "all_to_all": {"all_to_all"},
-        }[job.strategy]
+        }[job.execution.strategy]
 
 
 def sent_by_ranks(rank: int, world_size: int, job: Job, num_steps: int) -> tuple[Sent, ...]:
@@ -118,7 +119,7 @@ def sent_by_ranks(rank: int, world_size: int, job: Job, num_steps: int) -> tuple
 
     from modeling.init import build_model
     from modeling.mesh import build_mesh
-    from recipe.dry_run.fake_world import config_of, execution_of
+    from recipe.dry_run.fake_world import config_of
     from recipe.dry_run.ledger import Ledger
     from recipe.engine.engine import Engine
     from tests.engine_runs import Case, micro_batches, optimizer_for
@@ -126,7 +127,7 @@ def sent_by_ranks(rank: int, world_size: int, job: Job, num_steps: int) -> tuple
 
     layout = job.layout
     mesh = build_mesh(layout, num_key_value_heads=job.sizes.num_key_value_heads)
-    model = build_model(config_of(job), mesh=mesh, execution=execution_of(job), seed=0)
+    model = build_model(config_of(job), mesh=mesh, execution=job.execution, seed=0)
     if job.recompute:
         model.gradient_checkpointing_enable()
     optimizer: torch.optim.Optimizer = optimizer_for(model, Training())
@@ -144,7 +145,7 @@ def sent_by_ranks(rank: int, world_size: int, job: Job, num_steps: int) -> tuple
 @pytest.mark.parametrize(
     ("job", "num_steps"),
     [
-        (small_job(2, 2, 2, zero={"stage": 2}, precision="bf16", accumulation=2, recompute=True, wire=OVERLAP), 1),
+        (small_job(2, 2, 2, zero={"stage": 2}, precision="bf16", accumulation=2, recompute=True, **OVERLAP), 1),
         # ZeRO-3 learns in two micro-batches, after which all further ones are alike.
         (small_job(2, 2, 1, zero={"stage": 3, "stage3_param_persistence_threshold": 300}, accumulation=2), 2),
     ],
@@ -249,7 +250,7 @@ def test_a_planner_that_errs_about_deepspeed_is_found_out(
 
 
 def test_copies_of_experts_cannot_be_run_dry(alone: ProcessPoolExecutor) -> None:
-    job = small_job(1, 2, 2, wire={"resident_experts": 1})
+    job = small_job(1, 2, 2, resident_experts=1)
     with pytest.raises(ValueError, match="resident_experts=1 are copied by the loads of the step before"):
         alone.submit(counted, job).result(timeout=60)
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +24,13 @@ from recipe.plan.zero3 import DEFAULTS, PLAIN_BUCKET
 from recipe.settings.model import sizes_of
 from recipe.shared.flops import count_parameters, model_flops_per_token
 from tests.referee import TINY, mixed_config, tiny_config
-from tests.traffic_jobs import WIRE, small_job
+from tests.traffic_jobs import changed, small_job
 
 
 def job(*, layout: ParallelLayout | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Job:
     run = {"experts_backend": "grouped", "precision": "bf16", "device": "cuda", "num_sequences": 4, "block_size": 64}
     run |= {"model": {**TINY, **(model or {})}, "layout": layout or ParallelLayout(tp=2, ep=2)}
-    return replace(small_job(zero={"stage": 2, "reduce_bucket_size": 1024}), **(run | changes))
+    return changed(small_job(zero={"stage": 2, "reduce_bucket_size": 1024}), **(run | changes))
 
 
 def meta_model(config: GatherMoeConfig, layout: ParallelLayout) -> Any:
@@ -76,7 +75,7 @@ def test_memory_grows_with_experts_but_operations_do_not() -> None:
         [{"model": {"num_hidden_layers": n}} for n in (2, 3, 4)],
         [{"model": {"clip_qkv": limit}} for limit in (None, 8.0)],
         [{"device": "cpu", "attention_length": length} for length in (None, 16.0)],
-        [{"wire": replace(WIRE, resident_experts=n)} for n in (0, 1, 2)],
+        [{"resident_experts": n} for n in (0, 1, 2)],
     ],
     ids=lambda changes: "-".join(changes[-1]),
 )
@@ -99,7 +98,7 @@ def test_a_busier_rank_needs_more_where_experts_are_whole() -> None:
 @pytest.mark.requirement("R-PLAN-02")
 def test_gathered_tokens_are_counted_and_lines_say_what_they_are() -> None:
     for regather in (False, True):
-        plan = job(wire=replace(WIRE, regather=regather))
+        plan = job(regather=regather)
         rows = explain_memory(plan)
         gathered = sum(row.num_bytes for row in rows if row.kind == "gathered")
         one = 4 * 64 * 32 * 2
@@ -142,7 +141,7 @@ def test_a_printed_formula_gives_its_own_number(changes: dict[str, Any]) -> None
         ({"device": "cpu", "attention_length": 16.0}, set()),
         ({"attention_length": 16.0}, {"attention's output"}),
         ({"experts_backend": "triton"}, {"router's input"}),
-        ({"wire": replace(WIRE, token_dtype="float8_e4m3")}, {"router's input"}),
+        ({"token_dtype": "float8_e4m3"}, {"router's input"}),
         ({"model": {"capacity_factor": 1.0}}, {"router's input"}),
         ({"zero": {"stage": 2, "reduce_bucket_size": 1024, "overlap_comm": True}}, {"weights"}),
     ],

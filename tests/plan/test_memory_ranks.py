@@ -2,6 +2,7 @@
 
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -61,9 +62,7 @@ def job_of(measured: Measured, *, rho: float = 1.0, device: str = "cpu") -> Job:
         num_sequences=measured.num_sequences,
         block_size=measured.block_size,
         accumulation=case.accumulation,
-        strategy=execution.strategy,
-        wire=execution,
-        experts_backend="loop" if execution.experts_backend == "auto" else execution.experts_backend,
+        execution=replace(execution, experts_backend="loop") if execution.experts_backend == "auto" else execution,
         zero={"stage": case.stage, "reduce_bucket_size": BUCKET, **measured.zero},
         precision="bf16" if case.bf16 else "fp32",
         recompute=case.checkpointing,

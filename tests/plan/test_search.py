@@ -226,7 +226,7 @@ def test_a_layout_can_be_held_against_the_best() -> None:
     best = found.plans[0].job.layout
     assert f"comes 1st of {len(found.plans)}, " in against(found, {"tp": best.tp, "ep": best.ep})
     last = found.plans[-1]
-    said = against(found, {"tp": last.job.layout.tp, "ep": last.job.layout.ep, "strategy": last.job.strategy})
+    said = against(found, {"tp": last.job.layout.tp, "ep": last.job.layout.ep, "strategy": last.job.execution.strategy})
     assert f"comes {report.ordinal(len(found.plans))} of {len(found.plans)} and is" in said
     with pytest.raises(ValueError, match="--against tp=5 is a group of more than the 4 devices of --gpus"):
         against(found, {"tp": 5})
@@ -300,7 +300,8 @@ def job_flags(*words: str) -> argparse.Namespace:
 def test_flags_of_a_job_are_settled_as_a_run_settles_them(tmp_path: Path) -> None:
     job, settings = read_job(job_flags("--model=olmoe", "--gpus=16", "--tp=4", "--seq_len=64", "--micro_batch=2"))
     assert (job.layout, settings.layout) == (ParallelLayout(dp=4, tp=4, ep=4),) * 2
-    assert (job.precision, job.experts_backend, job.num_sequences, job.wire.regather) == ("bf16", "grouped", 2, True)
+    assert (job.precision, job.num_sequences, job.execution.experts_backend) == ("bf16", 2, "grouped")
+    assert job.execution.regather
     file = tmp_path / "ds.json"
     file.write_text('{"arguments": {"config_name": "demo", "block_size": 32}, "parallel": {"ep": 1}}')
     flags = job_flags(f"--ds_config={file}", "--gpus=4", "--tp=2", "--zero_stage=3", "--accumulation=3", "--recompute")

@@ -16,18 +16,15 @@ from recipe.plan.transfer_time import Lanes, Ring, call_seconds, describe_overla
 from recipe.shared.flops import model_flops_per_token
 from tests.plan_hardware import flat_hardware
 from tests.traffic_jobs import MODEL as SMALL
-from tests.traffic_jobs import WIRE as WITHOUT_OVERLAP
-from tests.traffic_jobs import small_job
+from tests.traffic_jobs import changed, small_job
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 96, "head_dim": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": "head"}
 MODEL: dict[str, Any] = {**SMALL, **SIZES, **HEADS, "num_hidden_layers": 3, "max_position_embeddings": 4096}
-WIRE = replace(WITHOUT_OVERLAP, overlap=True)
 
 
 def job(*, dp: int = 1, tp: int = 1, ep: int = 1, overlap: bool = True, **changes: Any) -> Job:
-    values = {"model": MODEL, "block_size": 256, "wire": replace(WIRE, overlap=overlap), **changes}
-    return replace(small_job(dp, tp, ep), **values)
+    return changed(small_job(dp, tp, ep), **{"model": MODEL, "block_size": 256, "overlap": overlap, **changes})
 
 
 def timed(hardware: Hardware | None = None, *, ranks_per_node: int | None = None, **changes: Any) -> TimePlan:
@@ -171,10 +168,10 @@ def test_a_rank_alone_needs_no_link() -> None:
 def test_kernels_launched_one_by_one_are_a_wall_of_their_own() -> None:
     small = job(device="cuda", precision="bf16", experts_backend="grouped", tp=2)
     hardware = find_hardware("h100")
-    graphed, eager = (predict_time(replace(small, cuda_graph=on), hardware=hardware) for on in (True, False))
+    graphed, eager = (predict_time(changed(small, cuda_graph=on), hardware=hardware) for on in (True, False))
     assert graphed.launch_s == 0 < eager.launch_s
     assert eager.step_s >= num_launches(small) * hardware.launch_s
-    assert num_launches(replace(small, experts_backend="loop")) > num_launches(small) > num_launches(small, fused=True)
+    assert num_launches(changed(small, experts_backend="loop")) > num_launches(small) > num_launches(small, fused=True)
 
 
 def test_a_planned_job_is_graphed_where_the_run_would_be() -> None:
@@ -194,7 +191,7 @@ def test_a_planned_job_is_graphed_where_the_run_would_be() -> None:
         for ep, strategy, stage in ((1, "gather_tokens", 1), (1, "gather_tokens", 3), (2, "all_to_all", 1)):
             arrangement = Arrangement(ParallelLayout(tp=2, ep=ep), strategy)
             one = make_job(request, arrangement, num_sequences=2, zero_stage=stage, overlap=True)
-            found[attention, strategy, stage] = one.cuda_graph
+            found[attention, strategy, stage] = one.execution.cuda_graph
     assert [key for key, graphed in found.items() if graphed] == [("flash_attention_2", "gather_tokens", 1)]
 
 

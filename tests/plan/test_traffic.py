@@ -11,8 +11,9 @@ from modeling.layout import ParallelLayout
 from modeling.model import GatherMoeForCausalLM
 from recipe.plan.job import Job
 from recipe.plan.parameters import Module, held_modules
-from recipe.plan.traffic import Sent, planned_traffic
-from recipe.plan.zero3 import Thresholds, fetches_of_a_micro_batch, gathers_of, persistent
+from recipe.plan.traffic import planned_traffic
+from recipe.plan.zero3 import Thresholds, fetches_of_a_micro_batch, persistent
+from recipe.shared.sent import Sent
 from tests.referee import tiny_config
 from tests.traffic_jobs import small_job
 
@@ -59,8 +60,8 @@ def row(job: Job, axis: str, op: str, purpose: str) -> Sent:
         ({"recompute": True}, ("group", "all_gather", "attention"), 3 / 2),
         ({"recompute": True}, ("group", "reduce_scatter", "experts"), 3 / 2),
         ({"recompute": True}, ("group", "reduce_scatter", "routing"), 1),
-        ({"wire": {"regather": True}}, ("group", "all_gather", "experts"), 3 / 2),
-        ({"wire": {"token_dtype": "float8_e4m3"}}, ("group", "all_gather", "experts"), (36 + 128) / 256),
+        ({"regather": True}, ("group", "all_gather", "experts"), 3 / 2),
+        ({"token_dtype": "float8_e4m3"}, ("group", "all_gather", "experts"), (36 + 128) / 256),
         ({"accumulation": 3}, ("group", "all_reduce", "head"), 3),
         ({"accumulation": 3}, ("dp", "all_gather", "zero"), 1),
         ({"num_sequences": 4}, ("group", "all_reduce", "statistics"), 2),
@@ -75,7 +76,7 @@ def test_what_an_option_adds(changes: dict[str, Any], place: tuple[str, str, str
 
 def test_chunks_change_calls_and_no_bytes() -> None:
     whole = planned_traffic(small_job(2, 2, 2))
-    chunked = planned_traffic(small_job(2, 2, 2, wire={"overlap": True, "overlap_chunks": 3}))
+    chunked = planned_traffic(small_job(2, 2, 2, overlap=True, overlap_chunks=3))
     assert [sent.sent_bytes for sent in whole] == [sent.sent_bytes for sent in chunked]
     calls = {sent[:3]: sent.num_calls for sent in chunked}
     assert calls["group", "all_gather", "attention"] == 3 * 4
@@ -98,7 +99,7 @@ def test_without_clipping_stage_0_asks_for_no_norm() -> None:
 
 
 def test_copies_come_once_a_step_and_their_gradients_go_home_in_every_micro_batch() -> None:
-    job = small_job(1, 2, 2, wire={"resident_experts": 1}, accumulation=3)
+    job = small_job(1, 2, 2, resident_experts=1, accumulation=3)
     expert = 3 * 32 * 64 * 4
     assert row(job, "group", "all_to_all", "copies") == Sent("group", "all_to_all", "copies", 4 * 4, 4 * 2 * expert)
 
@@ -148,8 +149,14 @@ NOTHING_AHEAD = Thresholds(prefetch=0, max_live=10**9, max_reuse=0, persistence=
 ALL = [("e",), ("a", "small"), ("b",), ("n",), ("h",)]
 
 
+def gathers(thresholds: Thresholds, *, modules: list[Module] = MODULES, **options: Any) -> list[tuple[str, ...]]:
+    """The names in each gather of a micro-batch."""
+    fetches = fetches_of_a_micro_batch(modules, thresholds, **options)
+    return [names for fetch in fetches for names in (fetch.missing, fetch.ahead) if names]
+
+
 @pytest.mark.parametrize(
-    ("thresholds", "gathers"),
+    ("thresholds", "expected"),
     [
         # Without any foresight a parameter is gathered for each use.
         ({}, [*ALL, *reversed(ALL)]),
@@ -160,8 +167,8 @@ ALL = [("e",), ("a", "small"), ("b",), ("n",), ("h",)]
     ],
     ids=["each use", "used again soon", "ahead"],
 )
-def test_what_is_gathered_follows_from_the_thresholds(thresholds: dict[str, int], gathers: list[Any]) -> None:
-    assert gathers_of(fetches_of_a_micro_batch(MODULES, NOTHING_AHEAD._replace(**thresholds))) == gathers
+def test_what_is_gathered_follows_from_the_thresholds(thresholds: dict[str, int], expected: list[Any]) -> None:
+    assert gathers(NOTHING_AHEAD._replace(**thresholds)) == expected
 
 
 def test_every_output_of_the_decoder_asks_for_it() -> None:
@@ -169,7 +176,7 @@ def test_every_output_of_the_decoder_asks_for_it() -> None:
     one_by_one = NOTHING_AHEAD._replace(prefetch=1)
     last = Module("block 2", dict.fromkeys("abcdefgh", 100), is_block=True)
     modules = [Module("embedding", {"i": 10}), last, Module("norm", {"n": 1}), Module("head", {"o": 10})]
-    backward = [gathers_of(fetches_of_a_micro_batch(modules, one_by_one, num_outputs=number))[-4:] for number in (1, 3)]
+    backward = [gathers(one_by_one, modules=modules, num_outputs=number)[-4:] for number in (1, 3)]
     assert backward == [
         [("c",), ("d",), ("e", "f", "g", "h"), ("i",)],
         [("e",), ("f",), ("g", "h"), ("i",)],
@@ -179,15 +186,14 @@ def test_every_output_of_the_decoder_asks_for_it() -> None:
 def test_what_is_dropped_was_decided_before_the_first_optimizer_step() -> None:
     """Then small parameters were yet to be gathered, so that less was gathered ahead and nothing counted with."""
     thresholds = NOTHING_AHEAD._replace(persistence=10, prefetch=1)
-    once, again = (fetches_of_a_micro_batch(MODULES, thresholds, accumulates=on) for on in (False, True))
-    assert gathers_of(once) == [("a",), ("b",)]
-    assert gathers_of(again) == [("a",), ("b",), ("b",), ("a",)]
+    assert gathers(thresholds) == [("a",), ("b",)]
+    assert gathers(thresholds, accumulates=True) == [("a",), ("b",), ("b",), ("a",)]
 
 
 def test_small_parameters_stay_as_long_as_all_of_them_have_room() -> None:
     thresholds = NOTHING_AHEAD._replace(persistence=10, model_persistence=12)
     assert persistent(MODULES, thresholds) == {"e": 10, "small": 1, "n": 1}
-    names = [name for gather in gathers_of(fetches_of_a_micro_batch(MODULES, thresholds)) for name in gather]
+    names = [name for gather in gathers(thresholds) for name in gather]
     assert sorted(names) == ["a", "a", "b", "b", "h", "h"]
 
 
