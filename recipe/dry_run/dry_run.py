@@ -19,9 +19,10 @@ from modeling.model import GatherMoeForCausalLM
 from modeling.noise import NoiseOrigin
 from recipe.dry_run.engine_trace import trace_engine
 from recipe.dry_run.fake_world import config_of, fake_world, without_data
-from recipe.dry_run.ledger import Ledger, Sent, add_up
+from recipe.dry_run.ledger import Ledger
 from recipe.dry_run.live_memory import LiveMemory, PhasePeaks, Phases
 from recipe.plan.job import Job
+from recipe.shared.sent import Sent, add_up
 
 LAYERS_RUN_AT_ONCE = 4  # a model of more is put together from fewer
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -44,17 +45,6 @@ class DryRun(NamedTuple):
     @property
     def sent_bytes(self) -> float:
         return sum(row.sent_bytes for row in self.rows)
-
-
-class Layers(NamedTuple):
-    """How many of each kind a model has."""
-
-    moe: int
-    dense: int
-
-    @property
-    def total(self) -> int:
-        return self.moe + self.dense
 
 
 class Trace(NamedTuple):
@@ -95,9 +85,9 @@ def dry_run(
         trace = trace_micro_batch(job, mesh, all_layers=all_layers, say=say)
         say("DeepSpeed's engine with all layers")
         engine_rows = trace_engine(job, mesh, engine_config=engine_config)
-    rows = [*_times(trace.rows, job.accumulation), *engine_rows]
+    rows = add_up([*(row.times(job.accumulation) for row in trace.rows), *engine_rows])
     moment = trace.fullest
-    return DryRun(add_up(rows), trace.phases[moment], moment, tuple(_notes(job, all_layers=all_layers)))
+    return DryRun(rows, trace.phases[moment], moment, tuple(_notes(job, all_layers=all_layers)))
 
 
 def trace_micro_batch(job: Job, mesh: ParallelMesh, *, all_layers: bool, say: Callable[[str], None]) -> Trace:
@@ -105,33 +95,30 @@ def trace_micro_batch(job: Job, mesh: ParallelMesh, *, all_layers: bool, say: Ca
 
     Parameters and their gradients are those of a rank without ZeRO, in the type that is computed with.
     """
-    layers = Layers(job.sizes.num_moe_layers, len(job.sizes.dense_layers))
+    num_moe, num_dense = job.sizes.num_moe_layers, len(job.sizes.dense_layers)
 
-    def run(some: Layers) -> Trace:
-        say(f"the model with {some.moe} MoE and {some.dense} dense layers of {layers.moe} and {layers.dense}")
-        return _run(_with_layers(job, some), mesh)
+    def run(moe: int, dense: int) -> Trace:
+        """Run a model of so many layers, the dense ones first."""
+        say(f"the model with {moe} MoE and {dense} dense layers of {num_moe} and {num_dense}")
+        layers = {"num_hidden_layers": moe + dense, "mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
+        return _run(replace(job, model={**job.model, **layers}), mesh)
 
     if all_layers:
-        return run(layers)
-    base = Layers(min(layers.moe, 1), min(layers.dense, 1))
-    found = run(base)
-    parts = [(found, 1)]
-    for kind in Layers._fields:
-        num_further = getattr(layers, kind) - getattr(base, kind)
-        if num_further:
-            longer = run(base._replace(**{kind: 2}))
-            parts += [(longer, num_further), (found, -num_further)]
-    return _combine(parts)
-
-
-def _with_layers(job: Job, layers: Layers) -> Job:
-    """Return the same job with a model of so many layers, the dense ones first."""
-    changes = {
-        "num_hidden_layers": layers.total,
-        "mlp_only_layers": list(range(layers.dense)),
-        "decoder_sparse_step": 1,
-    }
-    return replace(job, model={**job.model, **changes})
+        return run(num_moe, num_dense)
+    moe, dense = min(num_moe, 1), min(num_dense, 1)
+    one = run(moe, dense)
+    # What the second layer of a kind adds, every further one adds.
+    parts = [(one, 1)]
+    if num_moe > 1:
+        parts += [(run(2, dense), num_moe - 1), (one, 1 - num_moe)]
+    if num_dense > 1:
+        parts += [(run(moe, 2), num_dense - 1), (one, 1 - num_dense)]
+    phases = {phase: Counter[str]() for phase in one.phases}
+    for trace, times in parts:
+        for phase, total in phases.items():
+            for kind, num_bytes in trace.phases[phase].items():
+                total[kind] += times * num_bytes
+    return Trace(add_up(row.times(times) for trace, times in parts for row in trace.rows), phases)
 
 
 def _run(job: Job, mesh: ParallelMesh) -> Trace:
@@ -171,22 +158,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _combine(parts: list[tuple[Trace, int]]) -> Trace:
-    """Sum traces, each so many times."""
-    rows = [row for trace, times in parts for row in _times(trace.rows, times)]
-    phases: dict[str, Counter[str]] = {}
-    for trace, times in parts:
-        for phase, kinds in trace.phases.items():
-            total = phases.setdefault(phase, Counter())
-            for kind, num_bytes in kinds.items():
-                total[kind] += times * num_bytes
-    return Trace(add_up(rows), {phase: phases[phase] for phase in parts[0][0].phases})
-
-
-def _times(rows: tuple[Sent, ...], times: int) -> list[Sent]:
-    return [row._replace(num_calls=times * row.num_calls, sent_bytes=times * row.sent_bytes) for row in rows]
 
 
 def _notes(job: Job, *, all_layers: bool) -> Iterator[str]:

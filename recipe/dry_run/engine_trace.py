@@ -23,12 +23,13 @@ from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.data.batches import MicroBatch
 from recipe.dry_run.fake_world import config_of
-from recipe.dry_run.ledger import Ledger, Sent, add_up, axis_of
+from recipe.dry_run.ledger import Ledger, axis_of
 from recipe.engine.engine import Engine, build_optimizer
 from recipe.plan.job import Job
 from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
 from recipe.settings.resolve import NEVER_PRINT_STEPS
 from recipe.settings.training import OptimizerOptions
+from recipe.shared.sent import Sent, add_up
 
 DECIDES_TRAFFIC = ("bf16", "communication_data_type", "data_types", "disable_allgather", "fp16", "gradient_clipping")
 NEEDED = {

@@ -5,7 +5,7 @@ booked, under the scope (modeling/comm.py) that it ran in. What counts is what t
 backend happens to: a gather, scatter or all-reduce as a ring sends it, an exchange all rows but a rank's own.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,31 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modeling.comm import current_scope
 from modeling.cost import ID_BYTES, WEIGHT_BYTES
 from modeling.mesh import ParallelMesh
-
-
-class Sent(NamedTuple):
-    """Collectives of one kind, for one purpose, along one axis of the mesh.
-
-    axis        "group" (its tp ranks), "kv" (those of them with the same key-value heads), "dp"
-    op          "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
-    purpose     the scope; "zero" is DeepSpeed
-    sent_bytes  by one rank, as a ring sends them
-    """
-
-    axis: str
-    op: str
-    purpose: str
-    num_calls: int
-    sent_bytes: float
-
-
-def add_up(rows: Iterable[Sent]) -> tuple[Sent, ...]:
-    """Sum rows of the same axis, op and purpose; sorted."""
-    sums: dict[tuple[str, str, str], tuple[int, float]] = {}
-    for axis, op, purpose, num_calls, sent_bytes in rows:
-        calls, total = sums.get((axis, op, purpose), (0, 0.0))
-        sums[axis, op, purpose] = (calls + num_calls, total + sent_bytes)
-    return tuple(Sent(*key, *value) for key, value in sorted(sums.items()))
+from recipe.shared.sent import Sent, add_up
 
 
 class Volume(NamedTuple):
@@ -148,26 +124,6 @@ def _nbytes(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _to_all(size: int) -> float:
-    """What each rank gives goes to all others."""
-    return size - 1
-
-
-def _once(size: int) -> float:
-    """All parts but one leave: a scatter or an even exchange; and from or to one rank the mean over a ring's ranks."""
-    return (size - 1) / size
-
-
-def _twice(size: int) -> float:
-    """Scattered and gathered."""
-    return 2 * (size - 1) / size
-
-
-def _whole(size: int) -> float:
-    """To one other rank."""
-    return 1.0
-
-
 class _Kind(NamedTuple):
     """An operator of c10d: the place of what goes in among its arguments, and how much of that leaves the rank."""
 
@@ -177,17 +133,19 @@ class _Kind(NamedTuple):
 
 
 ROWS_TO_EACH = 4  # the place of an exchange's numbers of rows to every rank
+# Shares by the number of ranks. In a gather what a rank gives goes to all others. Of a scatter or an even exchange all
+# parts but one leave, and from or to one rank as much is the mean over a ring's. A sum is scattered and gathered.
 KINDS: Mapping[str, _Kind] = {
-    "_allgather_base_": _Kind("all_gather", 1, _to_all),
-    "allgather_": _Kind("all_gather", 1, _to_all),
-    "_reduce_scatter_base_": _Kind("reduce_scatter", 1, _once),
-    "reduce_scatter_": _Kind("reduce_scatter", 1, _once),
-    "allreduce_": _Kind("all_reduce", 0, _twice),
-    "alltoall_base_": _Kind("all_to_all", 1, _once),
-    "alltoall_": _Kind("all_to_all", 1, _once),
-    "broadcast_": _Kind("broadcast", 0, _once),
-    "reduce_": _Kind("reduce", 0, _once),
-    "send": _Kind("send", 0, _whole),
-    "recv_": _Kind("receive", None, _whole),
-    "barrier": _Kind("barrier", None, _whole),
+    "_allgather_base_": _Kind("all_gather", 1, lambda size: size - 1),
+    "allgather_": _Kind("all_gather", 1, lambda size: size - 1),
+    "_reduce_scatter_base_": _Kind("reduce_scatter", 1, lambda size: (size - 1) / size),
+    "reduce_scatter_": _Kind("reduce_scatter", 1, lambda size: (size - 1) / size),
+    "allreduce_": _Kind("all_reduce", 0, lambda size: 2 * (size - 1) / size),
+    "alltoall_base_": _Kind("all_to_all", 1, lambda size: (size - 1) / size),
+    "alltoall_": _Kind("all_to_all", 1, lambda size: (size - 1) / size),
+    "broadcast_": _Kind("broadcast", 0, lambda size: (size - 1) / size),
+    "reduce_": _Kind("reduce", 0, lambda size: (size - 1) / size),
+    "send": _Kind("send", 0, lambda _: 1),
+    "recv_": _Kind("receive", None, lambda _: 1),
+    "barrier": _Kind("barrier", None, lambda _: 1),
 }

@@ -3,57 +3,52 @@
 The only file here that asks the planner for numbers: they are printed beside those counted, and nothing else.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from recipe.dry_run.dry_run import DryRun
 from recipe.dry_run.fake_world import even_parts
-from recipe.dry_run.ledger import Sent, add_up
 from recipe.dry_run.live_memory import BLOCK_KINDS, HEAD, block_phase
 from recipe.plan.job import Job
 from recipe.plan.memory import Moment, moments, predict_memory
 from recipe.plan.traffic import planned_traffic
-from recipe.shared.units import size
+from recipe.shared.sent import Sent, add_up
+from recipe.shared.units import aligned, size
 
 WORTH_A_LINE = 2**10  # bytes; losses themselves are a few
 MEMORY_KINDS = ("weights", "gradients", "activations", "gathered", "logits")
 
 
 class Compared(NamedTuple):
-    """A row that was counted, planned, or both; None where there is none."""
+    """Rows of one axis, op and purpose that were counted and planned; one of no calls where there is none."""
 
-    axis: str
-    op: str
-    purpose: str
-    counted: Sent | None
-    planned: Sent | None
+    counted: Sent
+    planned: Sent
 
     @property
     def is_equal(self) -> bool:
         """To the byte; numbers of calls apart."""
-        counted, planned = (0.0 if row is None else row.sent_bytes for row in (self.counted, self.planned))
-        return abs(counted - planned) < 0.5
+        return abs(self.counted.sent_bytes - self.planned.sent_bytes) < 0.5
 
     @property
     def has_equal_calls(self) -> bool:
-        counted, planned = (0 if row is None else row.num_calls for row in (self.counted, self.planned))
-        return counted == planned
+        return self.counted.num_calls == self.planned.num_calls
 
-
-class ComparedMemory(NamedTuple):
-    """Bytes of one kind at the moment that was counted; the plan is of the same kind of moment, not of its bytes."""
-
-    kind: str
-    counted_bytes: int
-    planned_bytes: int
+    @property
+    def verdict(self) -> str:
+        """What differs, in words."""
+        return "differs" if not self.is_equal else "" if self.has_equal_calls else "other calls"
 
 
 class Comparison(NamedTuple):
-    """What was counted beside the plan of it."""
+    """What was counted beside the plan of it.
+
+    memory  by kind the bytes counted at the fullest moment and those planned at the same kind of moment
+    """
 
     rows: tuple[Compared, ...]
-    memory: tuple[ComparedMemory, ...]
+    memory: Mapping[str, tuple[int, int]]
 
     @property
     def is_equal(self) -> bool:
@@ -70,16 +65,18 @@ def compare(found: DryRun, job: Job, *, rank: int = 0) -> Comparison:
     """
     run = job.execution
     as_run = replace(job, execution=replace(run, overlap_chunks=job.num_chunks) if run.overlap else run, device="cpu")
-    planned = [Sent(*row) for row in planned_traffic(replace(as_run, rho=even_share(job, rank=rank)))]
+    planned = planned_traffic(replace(as_run, rho=even_share(job, rank=rank)))
     as_counted = [row._replace(purpose="attention") if row.purpose == "dense" else row for row in planned]
-    ours, theirs = _by_key(found.rows), _by_key(add_up(as_counted))
-    rows = [Compared(*key, ours.get(key), theirs.get(key)) for key in sorted(ours.keys() | theirs.keys())]
+    ours, theirs = ({row[:3]: row for row in rows} for rows in (found.rows, add_up(as_counted)))
+    rows = [
+        Compared(ours.get(key, Sent(*key, 0, 0.0)), theirs.get(key, Sent(*key, 0, 0.0)))
+        for key in sorted(ours | theirs)
+    ]
     without_zero = replace(as_run, layout=replace(job.layout, dp=1), zero={"stage": 0}, accumulation=1)
-    sums = max(
-        map(_by_kind, _in_part(found.moment, moments(without_zero), job=job)), key=lambda kinds: sum(kinds.values())
-    )
-    memory = [ComparedMemory(kind, found.memory_bytes.get(kind, 0), round(sums[kind])) for kind in MEMORY_KINDS]
-    return Comparison(tuple(rows), tuple(memory))
+    in_part = [moment.by_kind() for moment in _in_part(found.moment, moments(without_zero), job=job)]
+    planned_bytes = max(in_part, key=lambda sums: sum(sums[kind] for kind in MEMORY_KINDS))
+    memory = {kind: (found.memory_bytes.get(kind, 0), round(planned_bytes[kind])) for kind in MEMORY_KINDS}
+    return Comparison(tuple(rows), memory)
 
 
 def even_share(job: Job, *, rank: int) -> float:
@@ -94,12 +91,15 @@ def even_share(job: Job, *, rank: int) -> float:
 def describe(found: DryRun, job: Job, *, rank: int, comparison: Comparison | None) -> Iterator[str]:
     """Write lines for a terminal, with the plan's numbers where they are given."""
     yield f"rank {rank} of {job.layout.world_size}, {job.layout}, ZeRO-{job.zero_stage}, {job.precision}, one step:"
-    head, columns = ("axis", "op", "purpose", "calls", "bytes sent"), ("calls planned", "bytes planned", "")
+    table = [("axis", "op", "purpose", "calls", "bytes sent")]
     if comparison is None:
-        yield from _aligned([head, *([*row[:3], *_numbers(row)] for row in found.rows)], num_left=3)
+        table += [(*row[:3], *_numbers(row)) for row in found.rows]
     else:
-        cells = [(*row[:3], *_numbers(row.counted), *_numbers(row.planned), _verdict(row)) for row in comparison.rows]
-        yield from _aligned([(*head, *columns), *cells], num_left=3)
+        table = [(*table[0], "calls planned", "bytes planned", "")]
+        table += [
+            (*row.counted[:3], *_numbers(row.counted), *_numbers(row.planned), row.verdict) for row in comparison.rows
+        ]
+    yield from (f"  {line}" for line in aligned(table, left=(0, 1, 2)))
     yield f"in all {size(found.sent_bytes)}"
     total = sum(found.memory_bytes.values())
     yield f"memory of a micro-batch at its fullest, {found.moment}: {size(total)}, states as without ZeRO"
@@ -107,9 +107,8 @@ def describe(found: DryRun, job: Job, *, rank: int, comparison: Comparison | Non
         kinds = sorted(found.memory_bytes.items(), key=lambda entry: -entry[1])
         yield from (f"  {size(num_bytes):>9}  {kind}" for kind, num_bytes in kinds if num_bytes >= WORTH_A_LINE)
     else:
-        shown = [row for row in comparison.memory if max(row.counted_bytes, row.planned_bytes) >= WORTH_A_LINE]
-        memory = [(row.kind, size(row.counted_bytes), size(row.planned_bytes)) for row in shown]
-        yield from _aligned([("kind", "counted", "planned"), *memory], num_left=1)
+        memory = [(kind, *map(size, both)) for kind, both in comparison.memory.items() if max(both) >= WORTH_A_LINE]
+        yield from (f"  {line}" for line in aligned([("kind", "counted", "planned"), *memory], left=(0,)))
     yield from (f"note: {note}" for note in found.notes)
     if comparison is not None:
         rows = comparison.rows
@@ -141,15 +140,25 @@ def as_json(found: DryRun, job: Job, *, rank: int, comparison: Comparison | None
         facts["compare"] = {
             "collective_bytes_equal": comparison.is_equal,
             "collective_calls_equal": all(row.has_equal_calls for row in comparison.rows),
-            "collectives": [_compared_json(row) for row in comparison.rows],
-            "memory": [row._asdict() for row in comparison.memory],
+            "collectives": [
+                {
+                    **dict(zip(("axis", "op", "purpose"), row.counted, strict=False)),
+                    "counted_calls": row.counted.num_calls,
+                    "planned_calls": row.planned.num_calls,
+                    "counted_bytes": row.counted.sent_bytes,
+                    "planned_bytes": row.planned.sent_bytes,
+                    "equal": row.is_equal,
+                    "calls_equal": row.has_equal_calls,
+                }
+                for row in comparison.rows
+            ],
+            "memory": [
+                {"kind": kind, "counted_bytes": counted, "planned_bytes": planned}
+                for kind, (counted, planned) in comparison.memory.items()
+            ],
             "planned_step_memory_bytes": {"peak": step.peak_bytes, "with_margin": step.total_bytes},
         }
     return facts
-
-
-def _by_key(rows: Iterable[Sent]) -> dict[tuple[str, str, str], Sent]:
-    return {(row.axis, row.op, row.purpose): row for row in rows}
 
 
 def _in_part(part: str, all_moments: Sequence[Moment], *, job: Job) -> list[Moment]:
@@ -163,34 +172,5 @@ def _in_part(part: str, all_moments: Sequence[Moment], *, job: Job) -> list[Mome
     return [m for m in of_micro_batch if m.name.startswith(tuple(starts))] or of_micro_batch
 
 
-def _by_kind(moment: Moment) -> dict[str, float]:
-    return {kind: sum(row.num_bytes for row in moment.rows if row.kind == kind) for kind in MEMORY_KINDS}
-
-
-def _numbers(row: Sent | None) -> tuple[str, str]:
-    return ("-", "-") if row is None else (f"{row.num_calls:,}", f"{row.sent_bytes:,.0f}")
-
-
-def _verdict(row: Compared) -> str:
-    if not row.is_equal:
-        return "differs"
-    return "" if row.has_equal_calls else "other calls"
-
-
-def _aligned(lines: Sequence[Sequence[str]], *, num_left: int) -> Iterator[str]:
-    """Align columns two spaces apart, the first ones to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = [
-            cell.ljust(w) if i < num_left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        yield "  " + "  ".join(cells).rstrip()
-
-
-def _compared_json(row: Compared) -> dict[str, Any]:
-    sides = {"counted": row.counted, "planned": row.planned}
-    calls = {f"{name}_calls": 0 if sent is None else sent.num_calls for name, sent in sides.items()}
-    sent_bytes = {f"{name}_bytes": 0.0 if sent is None else sent.sent_bytes for name, sent in sides.items()}
-    place = {"axis": row.axis, "op": row.op, "purpose": row.purpose}
-    return {**place, **calls, **sent_bytes, "equal": row.is_equal, "calls_equal": row.has_equal_calls}
+def _numbers(row: Sent) -> tuple[str, str]:
+    return (f"{row.num_calls:,}", f"{row.sent_bytes:,.0f}") if row.num_calls else ("-", "-")

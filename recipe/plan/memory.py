@@ -88,6 +88,14 @@ class Moment(NamedTuple):
             if times * num_bytes
         ]
 
+    def by_kind(self) -> dict[str, float]:
+        """Return the bytes of each kind."""
+        sums = dict.fromkeys(KINDS, 0.0)
+        for part, times in self.parts:
+            for _, kind, num_bytes in part.lines:
+                sums[kind] += times * num_bytes
+        return sums
+
 
 def predict_memory(job: Job) -> MemoryPlan:
     """Predict the memory of one job; see `MemoryModel`."""
@@ -106,11 +114,7 @@ class MemoryModel:
             letters = Letters(job)
             self._parts[key] = letters, _model_parts(job, letters)
         fullest = _fullest(_moments(job, *self._parts[key]))
-        sums = dict.fromkeys(KINDS, 0.0)
-        for part, times in fullest.parts:
-            for _, kind, num_bytes in part.lines:
-                sums[kind] += times * num_bytes
-        whole = {kind: int(value) for kind, value in sums.items()}
+        whole = {kind: int(value) for kind, value in fullest.by_kind().items()}
         return MemoryPlan(**whole, margin=int(MARGIN * sum(whole.values())), moment=fullest.name)
 
 

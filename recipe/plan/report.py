@@ -22,7 +22,7 @@ from recipe.plan.zero3 import zero_number
 from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
 from recipe.settings.resolve import BUCKET_KEY, zero_block
 from recipe.shared.flops import count_parameters, model_flops_per_token
-from recipe.shared.units import duration, size
+from recipe.shared.units import aligned, duration, size
 
 MANY_REJECTED = 12
 
@@ -45,7 +45,7 @@ def describe(found: Found, *, notes: Sequence[str], top: int, wanted: Mapping[st
         return
     shown = found.plans[:top]
     rows = [[str(rank), *(cell(plan, found) for cell in _COLUMNS.values())] for rank, plan in enumerate(shown, 1)]
-    yield from _table([["", *_COLUMNS], *rows])
+    yield from aligned([["", *_COLUMNS], *rows], left=(1, 2))
     if any(found.idle(plan) for plan in shown):
         yield f"per GPU and MFU: of all {request.gpus} devices, those with nothing to do included"
     yield ""
@@ -168,16 +168,6 @@ def _mfu(plan: Plan, found: Found) -> float:
     """Return the MFU over all devices that were asked for."""
     at_work = plan.job.layout.world_size / found.request.gpus
     return mfu(plan.job, plan.time.step_s, found.request.hardware) * at_work
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Align columns to their widest entry; all but the second and third to the right."""
-    columns = [
-        [cell.ljust(width) if i in (1, 2) else cell.rjust(width) for cell in column]
-        for i, column in enumerate(zip(*rows, strict=True))
-        for width in [max(map(len, column))]
-    ]
-    yield from ("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def _by_kind(plan: Plan, found: Found) -> Iterator[str]:

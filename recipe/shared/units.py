@@ -1,5 +1,6 @@
-"""Numbers as people read them: bytes, seconds, and a bar over the bytes of work that takes minutes."""
+"""Numbers as people read them: bytes, seconds, tables of them, and a bar over the bytes of work that takes minutes."""
 
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ def duration(seconds: float) -> str:
 
 def _three_digits(number: float) -> str:
     return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:,.0f}"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int]) -> Iterator[str]:
+    """Yield rows of a table as lines: each column as wide as its widest cell, to the right but for those of `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        yield "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(cells)).rstrip()
 
 
 def byte_bar(what: str, *, num_bytes: int, show: bool = True) -> "tqdm[Any]":

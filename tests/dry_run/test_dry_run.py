@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from recipe.dry_run.ledger import Sent
 from recipe.plan.job import Job
 from recipe.plan.zero3 import DEFAULTS
+from recipe.shared.sent import Sent
 from tests.ranks import run_ranks
 from tests.traffic_jobs import engine_config, small_job
 
@@ -224,7 +224,7 @@ def unequal_rows(job: Job, name: str, value: Any) -> list[tuple[str, str, str]]:
 
     with patch(name, value):
         _, rows = counted(job)
-    return [row[:3] for row in rows if not row.is_equal]
+    return [row.counted[:3] for row in rows if not row.is_equal]
 
 
 def one_group(*_: Any) -> list[dict[str, int]]:

@@ -13,8 +13,8 @@ from recipe.dry_run import ledger
 from recipe.dry_run.dry_run import DryRun
 from recipe.dry_run.engine_trace import UntouchedLedger
 from recipe.dry_run.fake_world import fake_world
-from recipe.dry_run.ledger import Sent
-from recipe.dry_run.report import Compared, ComparedMemory, Comparison, as_json, describe, even_share
+from recipe.dry_run.report import Compared, Comparison, as_json, describe, even_share
+from recipe.shared.sent import Sent
 from tests.ranks import run_ranks
 from tests.traffic_jobs import small_job
 
@@ -25,20 +25,16 @@ PLANNED = (ROWS[0], ROWS[1]._replace(num_calls=8, sent_bytes=1384.0), Sent("dp",
 
 FOUND = DryRun(ROWS, {"weights": 2**21, "activations": 3 * 2**20, "logits": 0}, "head", ("an assumption",))
 COMPARED = (
-    Compared(*ROWS[0][:3], ROWS[0], PLANNED[0]),
-    Compared(*ROWS[1][:3], ROWS[1], PLANNED[1]),
-    Compared(*PLANNED[2][:3], None, PLANNED[2]),
+    Compared(ROWS[0], PLANNED[0]),
+    Compared(ROWS[1], PLANNED[1]),
+    Compared(Sent("dp", "all_reduce", "zero", 0, 0.0), PLANNED[2]),
 )
-MEMORY = (
-    ComparedMemory("weights", 2**21, 2**21),
-    ComparedMemory("activations", 3 * 2**20, 2**22),
-    ComparedMemory("logits", 4, 0),
-)
+MEMORY = {"weights": (2**21, 2**21), "activations": (3 * 2**20, 2**22), "logits": (4, 0)}
 
 
 def test_a_row_is_equal_to_the_byte() -> None:
     assert [row.is_equal for row in COMPARED] == [True, True, False]
-    assert not Compared("group", "all_reduce", "head", ROWS[1], ROWS[1]._replace(sent_bytes=1385.0)).is_equal
+    assert not Compared(ROWS[1], ROWS[1]._replace(sent_bytes=1385.0)).is_equal
 
 
 def test_lines_for_people() -> None:
