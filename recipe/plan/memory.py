@@ -2,7 +2,8 @@
 
 Closed formulas of what the code keeps and makes, for eager execution. The moments compared are the last layer's and the
 first layer's backward of each kind, the head, the reduction of the last gradients, and the optimizer's step: between
-two layers of a kind memory changes by the same amount each time, so that one of the ends is the most.
+two layers of a kind memory changes by the same amount each time, so that one of the ends is the most. Where ZeRO-3
+fetches a layer's weights is not among them: they are there twice then, but its gradients take no less in its backward.
 """
 
 from collections import Counter
@@ -145,9 +146,6 @@ def _moments(job: Job, letters: Letters, parts: Mapping[str, Part]) -> list[Mome
         step.moment("reduction", zero.reduction()),
         step.moment("update", zero.update()),
     ]
-    first = zero.arriving("embedding", "block 0", is_backward=False)
-    if first:
-        found.append(step.moment("first fetch", first))
     for index in _ends(sizes):
         found += step.backward(_layer(sizes, index))
     filled = _where_filled(sizes, zero, step.held)
@@ -224,7 +222,7 @@ class _Step:
         return Counter({"inputs": layers, "products": layers, "experts": num_moe, "dense": num_dense})
 
     def backward(self, layer: _Layer) -> list[Moment]:
-        """Return the moments of a layer's feed-forward half, its attention, and where ZeRO-3 fetches its weights."""
+        """Return the moments of a layer's feed-forward half and of its attention."""
         zero, held, name = self.zero, self.held, f"backward of layer {layer.index + 1}, "
         kind, below = "dense" if layer.is_dense else "experts", self.kept(layer.moe_below, layer.dense_below)
         done = self._done_above(layer)
@@ -233,15 +231,10 @@ class _Step:
         at_work = below + Counter(("inputs", "products", kind, f"{kind} working"))
         # What attention works with holds all of this layer that is still there, but for the inputs.
         left = below + Counter(("inputs", "attention working"))
-        found = [
+        return [
             self.moment(name + kind, [*fetched, *zero.backward(done=done)], at_work),
             self.moment(name + "attention", [*fetched, *zero.backward(done=done_below)], left),
         ]
-        arriving = zero.arriving(layer.module, is_backward=True)
-        if arriving:
-            up_to = self.kept(layer.moe_below + (not layer.is_dense), layer.dense_below + layer.is_dense)
-            found.append(self.moment(name + "fetch", [*arriving, *zero.backward(done=done)], up_to))
-        return found
 
     def first_reduction(self, layer: _Layer) -> Moment:
         """Return the moment when a bucket fills up in the backward, after this layer's feed-forward half."""

@@ -80,18 +80,16 @@ class Step(NamedTuple):
 class Weights(NamedTuple):
     """ZeRO-3's weights in a micro-batch.
 
-    steps              of the micro-batch
-    kept               padded numbers of the parameters that stay whole from step to step, gathered after the update
-    unparted           the same, all together and without padding
-    at_work, arriving  by (module, is_backward) the most numbers of whole weights, `unparted` left out: while the module
-                       is fetched, and where calls of several weights arrive, in one tensor and one by one
+    steps     of the micro-batch
+    kept      padded numbers of the parameters that stay whole from step to step, gathered after the update
+    unparted  the same, all together and without padding
+    at_work   by (module, is_backward) the most numbers of whole weights, `unparted` left out
     """
 
     steps: tuple[Step, ...]
     kept: tuple[int, ...]
     unparted: int
     at_work: Mapping[tuple[str, bool], int]
-    arriving: Mapping[tuple[str, bool], int]
 
 
 @lru_cache(maxsize=64)
@@ -100,34 +98,27 @@ def zero3_weights(
 ) -> Weights:
     """Summarise a micro-batch's fetches; `num_outputs` and `accumulates` as in `fetches_of_a_micro_batch`."""
     modules = {module.name: module for module in held_modules(sizes, layout)}
-    numbers = {name: number for module in modules.values() for name, number in module.parameters.items()}
-    padded = {name: -(-number // layout.dp) * layout.dp for name, number in numbers.items()}
     parts = tuple(modules.values())
+    held = {name: number for module in parts for name, number in module.parameters.items()}
+    padded = {name: -(-number // layout.dp) * layout.dp for name, number in held.items()}
     fetches = fetches_of_a_micro_batch(parts, thresholds, num_outputs=num_outputs, accumulates=accumulates)
     turn = next(i for i, fetch in enumerate(fetches) if i and fetch.module == ROOT)
     at_work: dict[tuple[str, bool], int] = {}
-    arriving: dict[tuple[str, bool], int] = {}
     came_with: dict[str, int] = {}  # which of the gathers ahead a parameter came with, until it is used
-    in_one_tensor = [0]  # numbers of each gather ahead until it has arrived
-    steps = []
+    steps, num_ahead = [], 0
     for i, fetch in enumerate(fetches):
         key, module = (fetch.module, i >= turn), modules.get(fetch.module)
-        gathers = {came_with.pop(name, 0) for name in module.parameters} if module else {0}
-        missing, ahead = (sum([numbers[name] for name in names]) for names in (fetch.missing, fetch.ahead))
-        arrives = max(missing if len(fetch.missing) > 1 else 0, *(in_one_tensor[number] for number in gathers))
-        for number in gathers:
-            in_one_tensor[number] = 0
-        if fetch.ahead:
-            came_with.update(dict.fromkeys(fetch.ahead, len(in_one_tensor)))
-            in_one_tensor.append(ahead if len(fetch.ahead) > 1 else 0)  # a single weight is used as it came
         at_work[key] = max(at_work.get(key, 0), fetch.num_live)
-        arriving[key] = max(arriving.get(key, 0), arrives and fetch.num_live - ahead + arrives)
+        waits_for = max(came_with.pop(name, 0) for name in module.parameters) if module else 0
+        if fetch.ahead:
+            num_ahead += 1
+            came_with.update(dict.fromkeys(fetch.ahead, num_ahead))
         # Outputs of a block ask for it one by one in the backward, which follows the last.
         asked_again = i + 1 < len(fetches) and fetches[i + 1].module == fetch.module and i + 1 != turn
-        sent = (sum([padded[name] for name in names]) for names in (fetch.missing, fetch.ahead))
-        steps.append(Step(*sent, max(gathers), None if asked_again else module, i >= turn))
+        missing, ahead = (sum([padded[name] for name in names]) for names in (fetch.missing, fetch.ahead))
+        steps.append(Step(missing, ahead, waits_for, None if asked_again else module, i >= turn))
     kept = persistent(parts, thresholds)
-    return Weights(tuple(steps), tuple(padded[name] for name in kept), sum(kept.values()), at_work, arriving)
+    return Weights(tuple(steps), tuple(padded[name] for name in kept), sum(kept.values()), at_work)
 
 
 def persistent(modules: Sequence[Module], thresholds: Thresholds) -> dict[str, int]:

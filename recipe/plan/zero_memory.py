@@ -81,14 +81,6 @@ class ZeroMemory:
         number = self.s.term(self.weights.at_work[module, is_backward], "P_fetched")
         return [Line("weights of the module, of those kept and those fetched ahead", "gathered", number * self.s.b)]
 
-    def arriving(self, *modules: str, is_backward: bool) -> Lines:
-        """Return the same when weights of one of these modules arrive, whichever are most; empty where none do."""
-        number = 0 if self.weights is None else max(self.weights.arriving[name, is_backward] for name in modules)
-        if not number:
-            return []
-        number_of = self.s.term(number, "P_arriving")
-        return [Line("whole weights, and again as they arrive", "gathered", number_of * self.s.b)]
-
     def sent(self) -> Lines:
         """Return a bucket on its way: flattened again, and in float32."""
         s = self.s

@@ -126,10 +126,9 @@ def test_a_printed_formula_gives_its_own_number(changes: dict[str, Any]) -> None
     one = job(**changes)
     weights = weights_of(one)
     values: dict[str, Any] = {**Letters(one).values, "M": one.zero["reduce_bucket_size"], "ceil": math.ceil}
-    fetched = {*weights.at_work.values()}, {*weights.arriving.values()}
     for row in explain_memory(one)[:-1]:
         product = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", row.formula.replace(" x ", " * "))
-        names = {"P_unparted": [weights.unparted], "P_fetched": fetched[0], "P_arriving": fetched[1]}
+        names = {"P_unparted": [weights.unparted], "P_fetched": weights.at_work.values()}
         name = next((name for name in names if name in product), None)
         found = [eval(product, {}, values | {str(name): number}) for number in names.get(str(name), [0])]
         assert any(number == pytest.approx(row.num_bytes) for number in found), row
@@ -178,7 +177,6 @@ def test_fewer_weights_are_fetched_ahead_where_fewer_may_live() -> None:
     forward = ("block 0", False)
     assert most.at_work[forward] == held.total(jobs[0].sizes)
     assert fewest.at_work[forward] == held.layer(is_dense=False)
-    assert fewest.arriving[forward] == 2 * held.layer(is_dense=False)
 
 
 @pytest.mark.slow
