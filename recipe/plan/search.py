@@ -46,6 +46,7 @@ class PlanRequest:
     sequences_per_step  of an optimizer step, over all groups and micro-batches
     skew                rows of the busiest rank over the mean where each rank of a group holds whole experts
     max_micro_batch     sequences a group may work on at once; None: any number
+    attention           the kernel, as a run that names none has it
     """
 
     model: Mapping[str, Any]
@@ -57,6 +58,7 @@ class PlanRequest:
     precision: str
     skew: float = 1.0
     max_micro_batch: int | None = None
+    attention: str = Arguments().attn_implementation
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -75,11 +77,6 @@ class PlanRequest:
     def experts_backend(self) -> str:
         """The backend that the trainer takes on this device."""
         return default_experts_backend(self.ranks, precision=self.precision)
-
-    @cached_property
-    def attention(self) -> str:
-        """The attention kernel of a run that names none."""
-        return Arguments().attn_implementation
 
 
 class Arrangement(NamedTuple):
@@ -260,31 +257,20 @@ class Found(NamedTuple):
         return self.request.gpus - plan.job.layout.world_size
 
 
-class Sized(NamedTuple):
-    job: Job
-    memory: MemoryPlan
-
-
 def search_plans(request: PlanRequest) -> Found:
     """Find all plans of a request. Where nothing fits, `plans` is empty and `rejected` says why for each layout."""
-    room_bytes = room_of(request)
-    memory, clock = MemoryModel(), TimeModel(request.hardware, ranks_per_node=request.ranks_per_node)
+    search = _Search(request)
     plans: list[Plan] = []
     rejected: list[Rejected] = []
     for arrangement in arrangements(request):
         if isinstance(arrangement, Rejected):
             rejected.append(arrangement)
-            continue
-        fitting = [
-            Plan(arrangement, sized.job, sized.memory, clock.predict(sized.job))
-            for sized in _fitting(request, arrangement, memory=memory, room_bytes=room_bytes)
-        ]
-        if fitting:
+        elif fitting := list(search.fitting(arrangement)):
             plans.append(min(fitting, key=lambda plan: plan.time.step_s))
         else:
-            rejected.append(_too_large(request, arrangement, memory=memory, room_bytes=room_bytes))
+            rejected.append(search.too_large(arrangement))
     plans.sort(key=lambda plan: plan.time.step_s)  # all of them train the same tokens in a step
-    return Found(request, tuple(plans), tuple(rejected), room_bytes)
+    return Found(request, tuple(plans), tuple(rejected), search.room_bytes)
 
 
 def room_of(request: PlanRequest) -> int:
@@ -296,79 +282,82 @@ def room_of(request: PlanRequest) -> int:
     return own_bytes - RESERVE_BYTES[hardware.device]
 
 
-def _fitting(
-    request: PlanRequest, arrangement: Arrangement, *, memory: MemoryModel, room_bytes: int
-) -> Iterator[Sized]:
-    """Yield each variant with the most sequences at once that fit; nothing of those that never do.
+class _Search:
+    """The variants of one arrangement after the other; what jobs have in common is computed once."""
 
-    Recomputing and gathering again take time and give memory, so that they are only worth it for more sequences.
-    """
-    choices, switch = micro_batches(request, arrangement.layout), _switch(arrangement)
-    for stage, overlap in product(zero_stages(request), reversed(switch)):
-        first = make_job(request, arrangement, num_sequences=choices[0], zero_stage=stage, overlap=overlap)
-        most: dict[tuple[bool, bool], int] = {}  # by recomputing and gathering again, the choice that fits
-        for recompute, regather in product((False, True), switch):
-            cheaper = [i for (again, gathers), i in most.items() if again <= recompute and gathers <= regather]
-            job = replace(first, recompute=recompute, execution=replace(first.execution, regather=regather))
-            above = max(cheaper, default=-1) + 1
-            found = _most_at_once(job, choices[above:], request=request, memory=memory, room_bytes=room_bytes)
-            if found is not None:
-                most[recompute, regather] = choices.index(found.job.num_sequences)
-                yield found
+    def __init__(self, request: PlanRequest) -> None:
+        self.request, self.room_bytes, self.memory = request, room_of(request), MemoryModel()
+        self.clock = TimeModel(request.hardware, ranks_per_node=request.ranks_per_node)
+
+    def fitting(self, arrangement: Arrangement) -> Iterator[Plan]:
+        """Yield each variant with the most sequences at once that fit; nothing of those that never do.
+
+        Recomputing and gathering again take time and give memory, so that they are only worth it for more sequences.
+        """
+        choices, switch = micro_batches(self.request, arrangement.layout), _switch(arrangement)
+        for stage, overlap in product(zero_stages(self.request), reversed(switch)):
+            first = make_job(self.request, arrangement, num_sequences=choices[0], zero_stage=stage, overlap=overlap)
+            most: dict[tuple[bool, bool], int] = {}  # by recomputing and gathering again, the choice that fits
+            for recompute, regather in product((False, True), switch):
+                cheaper = [i for (again, gathers), i in most.items() if again <= recompute and gathers <= regather]
+                job = replace(first, recompute=recompute, execution=replace(first.execution, regather=regather))
+                found = self._most_at_once(job, choices[max(cheaper, default=-1) + 1 :])
+                if found is not None:
+                    job, memory = found
+                    most[recompute, regather] = choices.index(job.num_sequences)
+                    yield Plan(arrangement, job, memory, self.clock.predict(job))
+
+    def _most_at_once(self, job: Job, choices: Sequence[int]) -> tuple[Job, MemoryPlan] | None:
+        """Return the step with the most sequences at once, of these choices, that fit; None where it never does."""
+
+        def sized(num_sequences: int) -> tuple[Job, MemoryPlan]:
+            accumulation = self.request.sequences_per_step // (job.layout.dp * num_sequences)
+            changed = replace(job, num_sequences=num_sequences, accumulation=accumulation)
+            return changed, self.memory.predict(changed)
+
+        if not choices:
+            return None
+        # A single micro-batch keeps no gradients of those before it, so that it may fit where smaller ones do not.
+        whole = sized(choices[-1])
+        if whole[1].total_bytes <= self.room_bytes:
+            return whole
+        best, low, high = None, 0, len(choices) - 1
+        while low < high:  # of several micro-batches larger ones take more
+            middle = low if best is None else (low + high) // 2  # most that do not fit never do
+            found = sized(choices[middle])
+            if found[1].total_bytes <= self.room_bytes:
+                best, low = found, middle + 1
+            else:
+                high = middle
+        return best
+
+    def too_large(self, arrangement: Arrangement) -> Rejected:
+        """Return the variant that comes nearest to fitting, and what most of its memory is for."""
+        request, (layout, strategy) = self.request, arrangement
+        choices, switch = micro_batches(request, layout), _switch(arrangement)
+        # The least is that of the fewest sequences at once, or of all, which leave nothing for another micro-batch.
+        numbers = dict.fromkeys((choices[0], choices[-1]))
+        options = product(numbers, zero_stages(request), (False, True), switch, reversed(switch))
+        jobs = (
+            make_job(request, arrangement, num_sequences=b, zero_stage=z, recompute=rec, regather=reg, overlap=over)
+            for b, z, rec, reg, over in options
+        )
+        sized = ((job, self.memory.predict(job)) for job in jobs)
+        job, least = min(sized, key=lambda pair: pair[1].total_bytes)
+        kinds = least.by_kind()
+        largest = max(kinds, key=lambda name: kinds[name])
+        recomputed = ", recomputed" if job.recompute else ""
+        return Rejected(
+            str(arrangement),
+            f"needs {size(least.total_bytes)} per rank at the least (ZeRO-{job.zero_stage}, {job.num_sequences} at once"
+            f"{recomputed}), {size(kinds[largest])} of it {largest}; there are {size(self.room_bytes)}",
+            layout.tp,
+            layout.ep,
+            strategy,
+            least.total_bytes - self.room_bytes,
+        )
 
 
 def _switch(arrangement: Arrangement) -> tuple[bool, ...]:
     """Return the values of an option that only a group of several ranks has."""
     return (False, True) if arrangement.layout.tp > 1 else (False,)
-
-
-def _most_at_once(
-    job: Job, choices: Sequence[int], *, request: PlanRequest, memory: MemoryModel, room_bytes: int
-) -> Sized | None:
-    """Return the step with the most sequences at once, of these choices, that fit; None where it never does."""
-
-    def sized(num_sequences: int) -> Sized:
-        accumulation = request.sequences_per_step // (job.layout.dp * num_sequences)
-        changed = replace(job, num_sequences=num_sequences, accumulation=accumulation)
-        return Sized(changed, memory.predict(changed))
-
-    if not choices:
-        return None
-    # A single micro-batch keeps no gradients of those before it, so that it may fit where smaller ones do not.
-    whole = sized(choices[-1])
-    if whole.memory.total_bytes <= room_bytes:
-        return whole
-    best, low, high = None, 0, len(choices) - 1
-    while low < high:  # of several micro-batches larger ones take more
-        middle = low if best is None else (low + high) // 2  # most that do not fit never do
-        found = sized(choices[middle])
-        if found.memory.total_bytes <= room_bytes:
-            best, low = found, middle + 1
-        else:
-            high = middle
-    return best
-
-
-def _too_large(request: PlanRequest, arrangement: Arrangement, *, memory: MemoryModel, room_bytes: int) -> Rejected:
-    """Return the variant that comes nearest to fitting, and what most of its memory is for."""
-    choices, switch = micro_batches(request, arrangement.layout), _switch(arrangement)
-    # The least is that of the fewest sequences at once, or of all, which leave nothing for another micro-batch.
-    numbers = dict.fromkeys((choices[0], choices[-1]))
-    options = product(numbers, zero_stages(request), (False, True), switch, reversed(switch))
-    jobs = (
-        make_job(request, arrangement, num_sequences=b, zero_stage=z, recompute=again, regather=gathers, overlap=beside)
-        for b, z, again, gathers, beside in options
-    )
-    job, least = min((Sized(job, memory.predict(job)) for job in jobs), key=lambda sized: sized.memory.total_bytes)
-    kinds = least.by_kind()
-    largest = max(kinds, key=lambda name: kinds[name])
-    recomputed = ", recomputed" if job.recompute else ""
-    return Rejected(
-        str(arrangement),
-        f"needs {size(least.total_bytes)} per rank at the least (ZeRO-{job.zero_stage}, {job.num_sequences} at once"
-        f"{recomputed}), {size(kinds[largest])} of it {largest}; there are {size(room_bytes)}",
-        arrangement.layout.tp,
-        arrangement.layout.ep,
-        arrangement.strategy,
-        least.total_bytes - room_bytes,
-    )

@@ -187,10 +187,10 @@ def test_a_planned_job_is_graphed_where_the_run_would_be() -> None:
     )
     found = {}
     for attention in ("sdpa", "flash_attention_2"):
-        request.__dict__["attention"] = attention
+        asked = replace(request, attention=attention)
         for ep, strategy, stage in ((1, "gather_tokens", 1), (1, "gather_tokens", 3), (2, "all_to_all", 1)):
             arrangement = Arrangement(ParallelLayout(tp=2, ep=ep), strategy)
-            one = make_job(request, arrangement, num_sequences=2, zero_stage=stage, overlap=True)
+            one = make_job(asked, arrangement, num_sequences=2, zero_stage=stage, overlap=True)
             found[attention, strategy, stage] = one.execution.cuda_graph
     assert [key for key, graphed in found.items() if graphed] == [("flash_attention_2", "gather_tokens", 1)]
 
