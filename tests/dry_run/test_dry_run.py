@@ -18,12 +18,18 @@ from tests.traffic_jobs import engine_config, small_job
 
 pytestmark = pytest.mark.slow
 
-OVERLAP: dict[str, Any] = {"overlap": True, "regather": True}
+OVERLAP: dict[str, Any] = {"overlap": True, "overlap_chunks": 3, "regather": True}
 LAYOUTS = {
     "gather_tokens, N=1": small_job(4, 1, zero={"stage": 2}, accumulation=2),
     "gather_tokens, N=1, dp=128": small_job(128, 1, zero={"stage": 3}, precision="bf16"),
     "gather_tokens, N=2": small_job(
-        4, 2, 2, **OVERLAP, precision="bf16", model={"tie_word_embeddings": True, "balance_scope": "global_batch"}
+        4,
+        2,
+        2,
+        **OVERLAP,
+        precision="bf16",
+        accumulation=3,
+        model={"tie_word_embeddings": True, "balance_scope": "global_batch"},
     ),
     "gather_tokens, N=4": small_job(
         1, 4, 2, zero={"stage": 2}, precision="bf16", accumulation=3, model={"qk_norm": "full", "capacity_factor": 1.0}
