@@ -161,31 +161,24 @@ class Both(NamedTuple):
         return (2 if recompute else 1) * self.forward.total + self.backward.total
 
 
-class LayerTimes(NamedTuple):
-    """Computing of a layer with experts, and of a dense one; `head` and `other` are those of the whole model."""
-
-    attention: Both
-    router: Both
-    experts: Both
-    dense: Both
-    head: Both
-    other: Both
+# "attention", "router", "experts" and "dense" of one layer, "head" and "other" of the whole model, in one micro-batch.
+LayerTimes = Mapping[str, Both]
 
 
 def layer_times(job: Job, rates: Rates, *, exact: Rates) -> LayerTimes:
-    """Return what one layer of each kind computes, and what is around the layers, in one micro-batch.
+    """Return what one layer of each kind computes, and what is around the layers.
 
     exact  the rates in float32, which the router takes in either precision
     """
     has_experts, has_dense = job.sizes.num_moe_layers > 0, bool(job.sizes.dense_layers)
-    return LayerTimes(
-        attention=attention_times(job, rates),
-        router=router_times(job, exact) if has_experts else Both(),
-        experts=expert_times(job, rates) if has_experts else Both(),
-        dense=_dense_times(job, rates) if has_dense else Both(),
-        head=head_times(job, rates),
-        other=_other_times(job, rates),
-    )
+    return {
+        "attention": attention_times(job, rates),
+        "router": router_times(job, exact) if has_experts else Both(),
+        "experts": expert_times(job, rates) if has_experts else Both(),
+        "dense": _dense_times(job, rates) if has_dense else Both(),
+        "head": head_times(job, rates),
+        "other": _other_times(job, rates),
+    }
 
 
 def attention_times(job: Job, rates: Rates) -> Both:
@@ -378,7 +371,7 @@ WRITES: Mapping[str, tuple[Writes, ...]] = {
 def update_time(job: Job, exact: Rates) -> float:
     """Return the seconds that gradients and weights take in one step besides computing them, without transfers."""
     held = rank_parameters(job.sizes, job.layout)
-    parameters = held.total(job.sizes)
+    parameters = held.total
     stage, times, is_bf16 = job.zero_stage, job.accumulation, job.precision == "bf16"
     owned = parameters / job.layout.dp if stage else parameters
     writes = WRITES[job.precision][stage]

@@ -110,7 +110,7 @@ LETTERS: Mapping[str, Letter] = {
     "C": Letter("chunks of a transfer", lambda job, _: job.num_chunks),
     "L": Letter("layers with experts", lambda job, _: job.sizes.num_moe_layers),
     "b": Letter("bytes of a number", lambda job, _: job.element_bytes),
-    "P": Letter("parameters of a rank of the group", lambda job, held: held.total(job.sizes)),
+    "P": Letter("parameters of a rank of the group", lambda job, held: held.total),
     "P_attention": Letter("of a layer's attention", lambda _, held: held.attention),
     "P_experts": Letter("of a layer's experts", lambda _, held: held.experts),
     "P_dense": Letter("of a dense layer", lambda _, held: held.dense),

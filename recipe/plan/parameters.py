@@ -13,31 +13,25 @@ BLOCK_OUTPUTS = {False: 3, True: 1}  # of a block, dense or not, with a gradient
 
 
 class RankParameters(NamedTuple):
-    """Numbers held by each rank of a group, padding included: those of one layer, and those around the layers.
+    """Numbers held by each rank of a group, padding included: of the model, its largest tensor, layers and their parts.
 
-    matrices   attention, router, experts (of a layer with them), dense (the three matrices of one without), embedding,
-               head (0 where it is tied to the embedding)
-    vectors    norms (of a layer, those of q and k included), final_norm
-    largest    of all single parameters
+    norms  those of q and k included
+    head   0 where it is tied to the embedding
     """
 
+    total: int
+    largest: int
+    moe_layer: int
+    dense_layer: int
     attention: int
-    router: int
     experts: int
     dense: int
+    norms: int
     embedding: int
     head: int
-    norms: int
-    final_norm: int
-    largest: int
 
     def layer(self, *, is_dense: bool) -> int:
-        """All of one layer."""
-        return self.attention + self.norms + (self.dense if is_dense else self.router + self.experts)
-
-    def total(self, sizes: ModelSizes) -> int:
-        layers = sizes.num_moe_layers * self.layer(is_dense=False) + len(sizes.dense_layers) * self.layer(is_dense=True)
-        return layers + self.embedding + self.head + self.final_norm
+        return self.dense_layer if is_dense else self.moe_layer
 
 
 class Module(NamedTuple):
@@ -76,24 +70,29 @@ def held_modules(sizes: ModelSizes, layout: ParallelLayout) -> tuple[Module, ...
 @lru_cache(maxsize=256)
 def rank_parameters(sizes: ModelSizes, layout: ParallelLayout) -> RankParameters:
     """Count once for every model and layout."""
-    kinds = ((False, sizes.num_moe_layers), (True, len(sizes.dense_layers)))
-    shapes = [layer_shapes(sizes, is_dense=is_dense) for is_dense, number in kinds if number]
-    layer = {name: n for part in shapes for name, n in _held(part, sizes=sizes, layout=layout).items()}
     outer = _held(outer_shapes(sizes), sizes=sizes, layout=layout)
+    num_moe, num_dense = sizes.num_moe_layers, len(sizes.dense_layers)
+    moe, dense = (
+        _held(layer_shapes(sizes, is_dense=is_dense), sizes=sizes, layout=layout) if number else {}
+        for is_dense, number in ((False, num_moe), (True, num_dense))
+    )
+    layer = moe | dense
 
     def parts(*names: str) -> int:
         return sum(number for name, number in layer.items() if any(part in name for part in names))
 
+    moe_layer, dense_layer = sum(moe.values()), sum(dense.values())
     return RankParameters(
+        total=num_moe * moe_layer + num_dense * dense_layer + sum(outer.values()),
+        largest=max((layer | outer).values()),
+        moe_layer=moe_layer,
+        dense_layer=dense_layer,
         attention=parts("q_proj", "k_proj", "v_proj", "o_proj"),
-        router=parts("mlp.gate.weight"),
         experts=parts("mlp.experts."),
         dense=parts("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        norms=parts("norm"),
         embedding=outer["model.embed_tokens.weight"],
         head=outer.get("lm_head.weight", 0),
-        norms=parts("norm"),
-        final_norm=outer["model.norm.weight"],
-        largest=max((layer | outer).values()),
     )
 
 

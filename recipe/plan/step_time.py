@@ -78,12 +78,12 @@ class TimeModel:
         group_s, exposed_s = self._group_s(job, calls_s, layer=layer)
         beside_s = self._hidden_zero_s(job, layer=layer)
         plan = TimePlan(
-            attention_s=times * sizes.num_hidden_layers * layer.attention.total(recompute=again),
-            experts_s=moe * layer.experts.total(recompute=again),
-            router_s=moe * layer.router.total(recompute=again),
-            dense_s=dense * layer.dense.total(recompute=again),
-            head_s=times * layer.head.total(recompute=False),
-            other_s=times * layer.other.total(recompute=False),
+            attention_s=(moe + dense) * layer["attention"].total(recompute=again),
+            experts_s=moe * layer["experts"].total(recompute=again),
+            router_s=moe * layer["router"].total(recompute=again),
+            dense_s=dense * layer["dense"].total(recompute=again),
+            head_s=times * layer["head"].total(recompute=False),
+            other_s=times * layer["other"].total(recompute=False),
             optimizer_s=compute_time.update_time(job, self._rates("fp32")),
             communication_s=exposed_s,
             data_parallel_s=sum(row.num_calls * calls_s[row] for row in rows) - group_s - beside_s,

@@ -181,14 +181,14 @@ def exposed_shares(
         return {}
     plays = {name: _Play(job, calls, purpose=name, busy=busy) for name in ("attention", "dense", "experts", "head")}
     for _ in range(2 if job.recompute else 1):
-        plays["attention"].products(layer.attention.forward)
-        plays["dense"].products(layer.dense.forward)
+        plays["attention"].products(layer["attention"].forward)
+        plays["dense"].products(layer["dense"].forward)
         plays["experts"].experts_forward(layer)
-    plays["attention"].products(layer.attention.backward, is_backward=True)
-    plays["dense"].products(layer.dense.backward, is_backward=True)
+    plays["attention"].products(layer["attention"].backward, is_backward=True)
+    plays["dense"].products(layer["dense"].backward, is_backward=True)
     plays["experts"].experts_backward(layer)
     plays["head"].wait_all(
-        plays["head"].scatter(layer.head.forward.sums, arrivals=plays["head"].gather(job.num_chunks))
+        plays["head"].scatter(layer["head"].forward.sums, arrivals=plays["head"].gather(job.num_chunks))
     )
     shares = {purpose: play.exposed_share for purpose, play in plays.items()}
     return {**shares, "routing": shares["experts"]}
@@ -236,7 +236,7 @@ class _Play(Lanes):
         self.work(times.after)
 
     def experts_forward(self, layer: LayerTimes) -> None:
-        times, router_s = layer.experts.forward, layer.router.forward.total
+        times, router_s = layer["experts"].forward, layer["router"].forward.total
         self.work(times.before)
         if self._strategy == "gather_tokens":
             arrivals = self.gather(1)
@@ -253,7 +253,7 @@ class _Play(Lanes):
             self.work(times.sums + times.after)
 
     def experts_backward(self, layer: LayerTimes) -> None:
-        times, router_s = layer.experts.backward, layer.router.backward.total
+        times, router_s = layer["experts"].backward, layer["router"].backward.total
         if self._strategy == "gather_tokens":
             arrivals, tokens = self.gather(self._chunks), self.gather(self._chunks_again)
             sums = self.scatter(times.sums, arrivals=arrivals)
@@ -374,13 +374,13 @@ def _module_seconds(layer: LayerTimes, *, recompute: bool) -> dict[str, tuple[fl
         forward_s = sum(part.forward.total for part in parts)
         return forward_s, (forward_s if recompute else 0.0) + sum(part.backward.total for part in parts)
 
-    other = layer.other
+    other = layer["other"]
     return {
         "embedding": (other.forward.before, other.backward.after),
-        "block": together(layer.attention, layer.router, layer.experts),
-        "dense block": together(layer.attention, layer.dense),
+        "block": together(layer["attention"], layer["router"], layer["experts"]),
+        "dense block": together(layer["attention"], layer["dense"]),
         "norm": (other.forward.after, other.backward.before),
-        "head": (layer.head.forward.total, layer.head.backward.total),  # its gradients are made in its forward
+        "head": (layer["head"].forward.total, layer["head"].backward.total),  # its gradients are made in its forward
     }
 
 

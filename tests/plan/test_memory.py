@@ -47,7 +47,7 @@ def meta_model(config: GatherMoeConfig, layout: ParallelLayout) -> Any:
 def test_total_and_active_parameters_of_tiny() -> None:
     counts = count_parameters(sizes_of(TINY))
     assert (counts.total, counts.active) == (34_336, 22_048)
-    assert rank_parameters(sizes_of(TINY), ParallelLayout()).total(sizes_of(TINY)) == counts.total
+    assert rank_parameters(sizes_of(TINY), ParallelLayout()).total == counts.total
     assert sum(p.numel() for p in meta_model(tiny_config(), ParallelLayout()).parameters()) == counts.total
 
 
@@ -177,7 +177,7 @@ def test_fewer_weights_are_fetched_ahead_where_fewer_may_live() -> None:
     most, fewest = map(weights_of, jobs)
     held = rank_parameters(jobs[0].sizes, jobs[0].layout)
     forward = ("block 0", False)
-    assert most.at_work[forward] == held.total(jobs[0].sizes)
+    assert most.at_work[forward] == held.total
     assert fewest.at_work[forward] == held.layer(is_dense=False)
 
 
@@ -205,7 +205,7 @@ def test_a_rank_holds_what_the_real_modules_hold(layout: ParallelLayout, qk_norm
     config = mixed_config(qk_norm=qk_norm, tie_word_embeddings=tie)
     model, held = meta_model(config, layout), rank_parameters(config.sizes, layout)
     numels = {name: p.numel() for name, p in model.named_parameters()}
-    assert held.total(config.sizes) == sum(numels.values())
+    assert held.total == sum(numels.values())
     assert held.largest == max(numels.values())
     groups = flat_groups(config.sizes, layout)
     assert sum(groups[1].values()) == sum(p.numel() for p in model.parameters() if p.dim() == 1)
