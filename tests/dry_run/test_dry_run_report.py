@@ -10,7 +10,7 @@ import torch
 from modeling.layout import ParallelLayout
 from recipe.cli import main
 from recipe.dry_run import ledger
-from recipe.dry_run.dry_run import DryRun
+from recipe.dry_run.dry_run import DryRun, dry_run
 from recipe.dry_run.engine_trace import UntouchedLedger
 from recipe.dry_run.fake_world import fake_world
 from recipe.dry_run.report import Compared, Comparison, as_json, describe, even_share
@@ -142,6 +142,11 @@ def test_only_the_report_and_the_command_ask_the_planner() -> None:
         if "recipe.plan" in path.read_text().replace("from recipe.plan.job import Job", "")
     }
     assert asking == {"report.py", "command.py"}
+
+
+def test_copies_of_experts_cannot_be_run_dry() -> None:
+    with pytest.raises(ValueError, match="resident_experts=1 are copied by the loads of the step before"):
+        dry_run(small_job(1, 2, 2, resident_experts=1), engine_config={})
 
 
 def test_a_rank_that_there_is_not_is_refused() -> None:
