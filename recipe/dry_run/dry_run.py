@@ -98,10 +98,10 @@ def trace_micro_batch(job: Job, mesh: ParallelMesh, *, all_layers: bool, say: Ca
     num_moe, num_dense = job.sizes.num_moe_layers, len(job.sizes.dense_layers)
 
     def run(moe: int, dense: int) -> Trace:
-        """Run a model of so many layers, the dense ones first."""
+        """Run a model of so many layers: all as they are, or some of each kind, the dense ones first."""
         say(f"the model with {moe} MoE and {dense} dense layers of {num_moe} and {num_dense}")
-        layers = {"num_hidden_layers": moe + dense, "mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
-        return _run(replace(job, model={**job.model, **layers}), mesh)
+        some = {"num_hidden_layers": moe + dense, "mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
+        return _run(job if all_layers else replace(job, model={**job.model, **some}), mesh)
 
     if all_layers:
         return run(num_moe, num_dense)
@@ -131,6 +131,7 @@ def _run(job: Job, mesh: ParallelMesh) -> Trace:
         if job.recompute:
             model.gradient_checkpointing_enable()
         ids = torch.zeros(job.num_sequences, job.block_size, dtype=torch.int64)
+        starts = tuple(range(0, job.block_size, round(job.attention_length or job.block_size)))  # of its documents
         memory = LiveMemory()
         memory.name(model.parameters(), kind="weights")
         memory.name_gradients(model.parameters())
@@ -139,7 +140,7 @@ def _run(job: Job, mesh: ParallelMesh) -> Trace:
             output = model(
                 input_ids=ids,
                 labels=ids.clone(),
-                document_starts=((0,),) * job.num_sequences,
+                document_starts=(starts,) * job.num_sequences,
                 use_cache=False,
                 output_logits=False,
                 num_items_in_batch=job.num_tokens,

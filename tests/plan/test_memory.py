@@ -23,7 +23,7 @@ from recipe.plan.traffic import flat_groups, weights_of
 from recipe.plan.zero3 import DEFAULTS, PLAIN_BUCKET
 from recipe.settings.model import sizes_of
 from recipe.shared.flops import count_parameters, model_flops_per_token
-from tests.referee import TINY, mixed_config, tiny_config
+from tests.referee import TINY, mixed_config
 from tests.traffic_jobs import changed, small_job
 
 
@@ -41,14 +41,6 @@ def meta_model(config: GatherMoeConfig, layout: ParallelLayout) -> Any:
         mesh = ParallelMesh(layout=layout, rank=0, tp_group=group, dp_group=group, kv_group=None)
     with torch.device("meta"):
         return GatherMoeForCausalLM(config, mesh=mesh)
-
-
-@pytest.mark.requirement("R-PLAN-01")
-def test_total_and_active_parameters_of_tiny() -> None:
-    counts = count_parameters(sizes_of(TINY))
-    assert (counts.total, counts.active) == (34_336, 22_048)
-    assert rank_parameters(sizes_of(TINY), ParallelLayout()).total == counts.total
-    assert sum(p.numel() for p in meta_model(tiny_config(), ParallelLayout()).parameters()) == counts.total
 
 
 @pytest.mark.requirement("R-PLAN-01")
@@ -152,33 +144,6 @@ def test_what_no_step_was_held_against_is_called_read(changes: dict[str, Any], r
     basis = {row.what: row.basis for row in explain_memory(job(**changes))}
     assert {what for what in ("attention's output", "router's input", "weights") if basis[what] == READ} == read
     assert set(basis.values()) == {MEASURED, ASSUMED} | ({READ} if read else set())
-
-
-def test_weights_that_stay_whole_are_deepspeeds() -> None:
-    """A threshold takes what has exactly as many numbers, and all of them have a threshold together."""
-    layout = ParallelLayout(dp=2)
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 32}
-
-    def small(**more: int) -> float:
-        rows = explain_memory(job(layout=layout, num_sequences=64, zero=zero | {"reduce_bucket_size": 1024} | more))
-        return sum(row.num_bytes for row in rows if row.what == "small weights, never parted")
-
-    norms = 5 * 32
-    assert small() == 2 * norms
-    assert small(stage3_param_persistence_threshold=31) == 0
-    assert small(stage3_model_persistence_threshold=70) == 2 * 64
-
-
-def test_fewer_weights_are_fetched_ahead_where_fewer_may_live() -> None:
-    """Of the last layer's turn, with thresholds for which nothing else is kept or fetched ahead."""
-    zero = {"stage": 3, "reduce_bucket_size": 1024, "stage3_max_reuse_distance": 0}
-    zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 10**6}
-    jobs = [job(layout=ParallelLayout(dp=2), zero=zero | {"stage3_max_live_parameters": n}) for n in (10**9, 1)]
-    most, fewest = map(weights_of, jobs)
-    held = rank_parameters(jobs[0].sizes, jobs[0].layout)
-    forward = ("block 0", False)
-    assert most.at_work[forward] == held.total
-    assert fewest.at_work[forward] == held.layer(is_dense=False)
 
 
 @pytest.mark.slow

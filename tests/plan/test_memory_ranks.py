@@ -8,16 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from modeling.config import GatherMoeConfig
 from modeling.cost import HEAD_CHUNK_BYTES
 from modeling.init import build_model
 from modeling.layout import ParallelLayout
-from modeling.mesh import build_mesh
-from modeling.model import GatherMoeForCausalLM
+from recipe.dry_run.dry_run import trace_micro_batch
+from recipe.dry_run.fake_world import fake_world
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.plan.job import Job
 from recipe.plan.memory import moments, predict_memory
@@ -149,39 +146,17 @@ STATIC = {"experts_backend": "grouped", "num_hidden_layers": 2, "hidden_size": 2
 STATIC |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-def fake_peak(measured: Measured, *, device: str) -> int:
-    """Forward and backward of one micro-batch in bf16 as the first rank, without an optimizer.
-
-    Of the device only the size of the head's slices is taken.
-    """
-    case, config = measured.case, config_of(measured)
-    dist.init_process_group("fake", rank=0, world_size=case.dp * case.tp, store=FakeStore())
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        layout = ParallelLayout(dp=case.dp, tp=case.tp, ep=case.ep)
-        mesh = build_mesh(layout, num_key_value_heads=config.num_key_value_heads)
-        chunk_bytes = patch("modeling.vocabulary.CHUNK_BYTES", HEAD_CHUNK_BYTES[device])
-        with chunk_bytes, FakeTensorMode(), LiveMemory() as memory:
-            execution = split_options(measured.model)[1]
-            model = GatherMoeForCausalLM(config, mesh=mesh, execution=execution).train()
-            if case.checkpointing:
-                model.gradient_checkpointing_enable()
-            memory.name(model.parameters(), kind="weights")
-            memory.name_gradients(model.parameters())
-            ids = torch.zeros(measured.num_sequences, measured.block_size, dtype=torch.int64)
-            starts = tuple(range(0, measured.block_size, measured.document_length or measured.block_size))
-            output = model(input_ids=ids, labels=ids, document_starts=(starts,) * len(ids), output_logits=False)
-            output.loss.backward()
-        return memory.peak_bytes
-    finally:
-        torch.set_default_dtype(torch.float32)
-        dist.destroy_process_group()
+def fake_peak(job: Job) -> int:
+    """Bytes at the fullest moment of forward and backward, without an optimizer, in a process without a group."""
+    chunk_bytes = patch("modeling.vocabulary.CHUNK_BYTES", HEAD_CHUNK_BYTES[job.device])
+    with chunk_bytes, fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads) as mesh:
+        trace = trace_micro_batch(job, mesh, all_layers=True, say=lambda _: None)
+    return trace.phases[trace.fullest].total()
 
 
-def predicted(measured: Measured, *, device: str) -> float:
-    """Bytes at the fullest moment of forward and backward, without what only the optimizer has."""
-    found = moments(job_of(measured, device=device))
-    passes = [moment for moment in found if moment.name == "loss" or moment.name.startswith("backward")]
+def predicted(job: Job) -> float:
+    """The same as planned."""
+    passes = [moment for moment in moments(job) if moment.name == "loss" or moment.name.startswith("backward")]
     return max(sum(row.num_bytes for row in moment.rows if row.kind != "optimizer") for moment in passes)
 
 
@@ -220,5 +195,6 @@ def test_the_peak_with_static_rows_is_predicted(
     """Documents are attended to one by one on a CPU, so that those are planned for one."""
     measured = Measured(STATIC | model, case._replace(bf16=True), {}, 4, 2048, document_length)
     device = "cpu" if document_length else "cuda"
-    peak = alone.submit(fake_peak, measured, device=device).result(timeout=60)
-    assert predicted(measured, device=device) == pytest.approx(peak, rel=BOUND)
+    job = job_of(measured, device=device)
+    peak = alone.submit(fake_peak, job).result(timeout=60)
+    assert predicted(job) == pytest.approx(peak, rel=BOUND)

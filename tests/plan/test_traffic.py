@@ -122,8 +122,10 @@ def gathers(thresholds: Thresholds, *, modules: list[Module] = MODULES, **option
         ({"max_reuse": 12}, [*ALL, ("n",), ("a", "small"), ("e",)]),
         # Fetching ahead joins gathers, and nothing that it counted with is dropped.
         ({"prefetch": 10**6}, [("e", "a", "small", "b", "n", "h")]),
+        # With room for hardly any, nothing is joined.
+        ({"prefetch": 10**6, "max_live": 1}, [*ALL, *reversed(ALL)]),
     ],
-    ids=["each use", "used again soon", "ahead"],
+    ids=["each use", "used again soon", "ahead", "little room"],
 )
 def test_what_is_gathered_follows_from_the_thresholds(thresholds: dict[str, int], expected: list[Any]) -> None:
     assert gathers(NOTHING_AHEAD._replace(**thresholds)) == expected
