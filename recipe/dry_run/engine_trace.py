@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
@@ -77,7 +77,7 @@ class UntouchedLedger(Ledger):
         kwargs = kwargs or {}
         if _touches_nothing(func):
             return func(*args, **kwargs)
-        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        tensors = _tensors((args, kwargs))
         is_large = any(x.numel() > self._large for x in tensors)
         if func.namespace == "c10d":
             self.book(func._opname, args)
@@ -88,7 +88,7 @@ class UntouchedLedger(Ledger):
         if not is_large and not is_factory:
             return _without_garbage(func, func(*args, **kwargs))
         shapes = _on_meta(func, args, kwargs, device=is_factory)
-        if not is_large and all(x.numel() <= self._large for x in _tensors([shapes])):
+        if not is_large and all(x.numel() <= self._large for x in _tensors(shapes)):
             return _without_garbage(func, func(*args, **kwargs))
         return tree_map_only(Tensor, self._make, shapes)
 
@@ -169,12 +169,8 @@ def _without_garbage(func: Any, result: Any) -> Any:
     return result
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _started(func: Any, args: Any, kwargs: Any) -> Any:

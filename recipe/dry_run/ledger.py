@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from modeling.comm import current_scope
 from modeling.cost import ID_BYTES, WEIGHT_BYTES
@@ -76,7 +77,7 @@ class Ledger(TorchDispatchMode):
             raise ValueError(f"the ledger has no rule for c10d.{name}; it knows {sorted(KINDS)}")
         op, place, share = KINDS[name]
         group = ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
-        given = [] if place is None else _listed(args[place])
+        given = [] if place is None else tree_leaves(args[place])
         if name == "alltoall_":  # a tensor to each
             sent_bytes: float = _nbytes(given) - given[group.rank()].nbytes
         elif name == "alltoall_base_" and args[ROWS_TO_EACH]:
@@ -106,13 +107,6 @@ def axis_of(group: ProcessGroup, mesh: ParallelMesh) -> str:
 def widest_routing_row(num_active: int) -> int:
     """Bytes: a token's ids and weights as the MoE layer gathers them, or one int64."""
     return max((ID_BYTES + WEIGHT_BYTES) * num_active, 8)
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    """Flatten a tensor, a list of them, or a list of lists."""
-    if isinstance(tensors, Tensor):
-        return [tensors]
-    return [tensor for entry in tensors for tensor in _listed(entry)]
 
 
 def _row_bytes(tensors: list[Tensor]) -> int:

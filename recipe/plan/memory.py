@@ -147,10 +147,10 @@ def _moments(job: Job, letters: Letters, parts: Mapping[str, Part]) -> list[Mome
         step.moment("update", zero.update()),
     ]
     for index in _ends(sizes):
-        found += step.backward(_layer(sizes, index))
+        found += step.backward(index)
     filled = _where_filled(sizes, zero, step.held)
     if filled is not None:
-        found.append(step.first_reduction(_layer(sizes, filled)))
+        found.append(step.first_reduction(filled))
     return found
 
 
@@ -181,29 +181,13 @@ def _model_parts(job: Job, s: Letters) -> dict[str, Part]:
     }
 
 
-class _Layer(NamedTuple):
-    """A layer, and how many of each kind there are below it."""
-
-    is_dense: bool
-    moe_below: int
-    dense_below: int
-
-    @property
-    def index(self) -> int:
-        return self.moe_below + self.dense_below
-
-    @property
-    def module(self) -> str:
-        """Its name in `held_modules`."""
-        return f"block {self.index}"
-
-
 class _Step:
     """Puts a step's moments together from parts."""
 
     def __init__(self, job: Job, letters: Letters, parts: Mapping[str, Part]) -> None:
         self.held = rank_parameters(job.sizes, job.layout)
         self.zero, self._parts, self._recompute = ZeroMemory(job, letters), parts, job.recompute
+        self._dense_layers = job.sizes.dense_layers
         # Buckets beside the backward were not in the steps that were measured.
         self._basis = READ if job.zero.get("overlap_comm") else MEASURED
         self._lasting = [_part(self.zero.lasting(), basis=self._basis), parts["copies"]]
@@ -221,13 +205,13 @@ class _Step:
             return Counter({"input": layers})
         return Counter({"inputs": layers, "products": layers, "experts": num_moe, "dense": num_dense})
 
-    def backward(self, layer: _Layer) -> list[Moment]:
+    def backward(self, index: int) -> list[Moment]:
         """Return the moments of a layer's feed-forward half and of its attention."""
-        zero, held, name = self.zero, self.held, f"backward of layer {layer.index + 1}, "
-        kind, below = "dense" if layer.is_dense else "experts", self.kept(layer.moe_below, layer.dense_below)
-        done = self._done_above(layer)
-        done_below = done + held.layer(is_dense=layer.is_dense) - held.attention - held.norms
-        fetched = zero.whole(layer.module, is_backward=True)
+        zero, held, name = self.zero, self.held, f"backward of layer {index + 1}, "
+        kind, below = "dense" if self._is_dense(index) else "experts", self.kept(*self._below(index))
+        done = self._done_above(index)
+        done_below = done + held.layer(is_dense=self._is_dense(index)) - held.attention - held.norms
+        fetched = zero.whole(f"block {index}", is_backward=True)
         at_work = below + Counter(("inputs", "products", kind, f"{kind} working"))
         # What attention works with holds all of this layer that is still there, but for the inputs.
         left = below + Counter(("inputs", "attention working"))
@@ -236,20 +220,28 @@ class _Step:
             self.moment(name + "attention", [*fetched, *zero.backward(done=done_below)], left),
         ]
 
-    def first_reduction(self, layer: _Layer) -> Moment:
+    def first_reduction(self, index: int) -> Moment:
         """Return the moment when a bucket fills up in the backward, after this layer's feed-forward half."""
-        zero, numbers = self.zero, self.held.layer(is_dense=layer.is_dense)
+        zero, numbers = self.zero, self.held.layer(is_dense=self._is_dense(index))
         own = Line("gradients of the layer", "gradients", zero.s.b * (numbers - self.held.attention))
-        made = zero.backward(done=self._done_above(layer))
-        lines = [*zero.whole(layer.module, is_backward=True), *made, own, *zero.sent()]
-        left = self.kept(layer.moe_below, layer.dense_below) + Counter(("inputs", "products"))
-        return self.moment(f"first reduction, layer {layer.index + 1}", lines, left)
+        made = zero.backward(done=self._done_above(index))
+        lines = [*zero.whole(f"block {index}", is_backward=True), *made, own, *zero.sent()]
+        left = self.kept(*self._below(index)) + Counter(("inputs", "products"))
+        return self.moment(f"first reduction, layer {index + 1}", lines, left)
 
-    def _done_above(self, layer: _Layer) -> float:
+    def _is_dense(self, index: int) -> bool:
+        return index in self._dense_layers
+
+    def _below(self, index: int) -> tuple[int, int]:
+        """Count the layers with experts and the dense ones below."""
+        num_dense = sum(layer < index for layer in self._dense_layers)
+        return index - num_dense, num_dense
+
+    def _done_above(self, index: int) -> float:
         """Return the numbers of parameters whose gradients are made when this layer's turn is."""
-        moe, dense = (self.held.layer(is_dense=is_dense) for is_dense in (False, True))
-        still_to_come = layer.moe_below * moe + layer.dense_below * dense + self.held.layer(is_dense=layer.is_dense)
-        return self.zero.s.P - (still_to_come + self.held.embedding)
+        held, (num_moe, num_dense) = self.held, self._below(index)
+        below = num_moe * held.moe_layer + num_dense * held.dense_layer + held.embedding
+        return self.zero.s.P - (below + held.layer(is_dense=self._is_dense(index)))
 
 
 def _part(lines: Lines, *, basis: str) -> Part:
@@ -273,11 +265,6 @@ def _ends(sizes: ModelSizes) -> list[int]:
     """Return the first and the last layer of each kind."""
     kinds = ([i for i in range(sizes.num_hidden_layers) if (i in sizes.dense_layers) is kind] for kind in (False, True))
     return sorted({i for layers in kinds for i in (layers[:1] + layers[-1:])})
-
-
-def _layer(sizes: ModelSizes, index: int) -> _Layer:
-    dense_below = sum(layer < index for layer in sizes.dense_layers)
-    return _Layer(index in sizes.dense_layers, index - dense_below, dense_below)
 
 
 def _where_filled(sizes: ModelSizes, zero: ZeroMemory, held: RankParameters) -> int | None:

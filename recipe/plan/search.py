@@ -106,14 +106,12 @@ class Rejected(NamedTuple):
         return f"{self.layout}: {self.reason}"
 
 
-def group_sizes(request: PlanRequest) -> list[int]:
-    """Return every size of group to tell about: what the model allows, and what the devices can be cut into."""
-    return sorted({*divisors(request.gpus), *(tp for tp in allowed_tp(request.sizes) if tp <= request.gpus)})
-
-
 def arrangements(request: PlanRequest) -> Iterator[Arrangement | Rejected]:
-    """Yield all layouts of the model with every strategy that a layout allows, or with the rule that it breaks."""
-    for tp in group_sizes(request):
+    """Yield all layouts of the model with every strategy that a layout allows, or with the rule that it breaks.
+
+    Of groups there is every size that the model allows, and that the devices can be cut into.
+    """
+    for tp in sorted({*divisors(request.gpus), *(tp for tp in allowed_tp(request.sizes) if tp <= request.gpus)}):
         dp = num_groups(request, tp=tp)
         layouts = [ParallelLayout(dp=dp, tp=tp, ep=ep) for ep in divisors(tp)]
         faults = [layout_rules(request, layout) for layout in layouts]

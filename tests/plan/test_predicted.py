@@ -24,5 +24,5 @@ def test_the_engine_does_what_the_prediction_is_of(case: Case) -> None:
     for rho, strategy, stage, recomputes in run_ranks(one_step, case.ranks, case):
         assert 1 <= rho <= job.layout.ep
         assert (rho == 1) is (job.layout.ep == 1)
-        assert (strategy, stage) == (job.strategy, job.zero_stage)
+        assert (strategy, stage) == (job.execution.strategy, job.zero_stage)
         assert recomputes is case.recompute
