@@ -91,7 +91,7 @@ def even_share(job: Job, *, rank: int) -> float:
 def describe(found: DryRun, job: Job, *, rank: int, comparison: Comparison | None) -> Iterator[str]:
     """Write lines for a terminal, with the plan's numbers where they are given."""
     yield f"rank {rank} of {job.layout.world_size}, {job.layout}, ZeRO-{job.zero_stage}, {job.precision}, one step:"
-    table = [("axis", "op", "purpose", "calls", "bytes sent")]
+    table: list[tuple[str, ...]] = [("axis", "op", "purpose", "calls", "bytes sent")]
     if comparison is None:
         table += [(*row[:3], *_numbers(row)) for row in found.rows]
     else:

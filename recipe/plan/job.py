@@ -145,9 +145,8 @@ class Job:
         """The rows of the slowest rank, by strategy."""
         sizes, layout, active = self.sizes, self.layout, self.sizes.num_experts_per_tok
         if self.group_strategy == "gather_weights":
-            tokens = self.tokens_per_rank
-            rows = active * tokens
-            return ExpertRows(rows, rows, sizes.num_experts, sizes.moe_intermediate_size, 1, tokens)
+            own = active * self.tokens_per_rank
+            return ExpertRows(own, own, sizes.num_experts, sizes.moe_intermediate_size, 1, self.tokens_per_rank)
         experts, width = sizes.num_experts // layout.ep, sizes.moe_intermediate_size // layout.etp
         rows = (self.rho if layout.ep > 1 else 1.0) * active * self.num_tokens / layout.ep
         if self.group_strategy == "all_to_all":
