@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.checkpoint.background import open_saver
-from recipe.checkpoint.commit import Save
+from recipe.checkpoint.commit import Save, open_saver
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import find_checkpoint
 from recipe.checkpoint.run_folder import claim_run_folder
