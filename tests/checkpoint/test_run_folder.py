@@ -299,14 +299,6 @@ def test_auto_with_only_broken_checkpoints_stops_and_lists_the_reasons(root: Pat
     assert "step-10/hf/model.bin: has 5000 bytes instead of 10000" in str(caught.value)
 
 
-@pytest.mark.requirement("R-CKPT-02")
-def test_the_ways_to_fail_have_exit_codes_of_their_own() -> None:
-    kinds = (CheckpointError, CheckpointMissingError, CheckpointBrokenError, NoCompleteCheckpointError)
-    codes = {kind.exit_code for kind in kinds}
-    assert len(codes) == len(kinds)
-    assert not codes & {0, 1, 2}
-
-
 @pytest.mark.parametrize("given", ["checkpoints/step-10", "checkpoints/latest", "checkpoints", ".", "the-good-one"])
 def test_a_checkpoint_its_link_its_folder_its_run_and_a_copy_can_be_named(given: str, root: Path) -> None:
     want = root / "step-10"
