@@ -18,8 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from recipe.checkpoint.background import BackgroundSaver
-from recipe.checkpoint.commit import Save
+from recipe.checkpoint.commit import Save, Saver
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import Checkpoint, find_checkpoint, verify_checkpoint
 from recipe.checkpoint.folders import list_checkpoints, tidy
@@ -40,10 +39,7 @@ def save(root: Path, step: int, *, version: str, keep: int | None, background: b
         files.write(folder / "part", lambda path: path.write_text(f"{step} {version} b " * 200))
         files.then(lambda ranks: (folder / "part").rename(folder / "b"))
 
-    if not background:
-        saves.save(root, step, keep=keep, details={"version": version}, write=write)
-        return
-    saver = BackgroundSaver(OneRank(), background=OneRank())
+    saver = Saver(OneRank(), background=OneRank() if background else None)
     saver.save(Save(root=root, step=step, keep=keep, details={"version": version}), write=write)
     saver.wait()
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipe.checkpoint.commit import Save, Writer, write_checkpoint
+from recipe.checkpoint.commit import Save, Saver, Writer
 from recipe.checkpoint.files import Files
 from recipe.shared.ranks import OneRank, Ranks
 
@@ -18,7 +18,8 @@ def save(root: Path, step: int, *, write: Writer | None = None, ranks: Ranks | N
         (folder / "state.json").write_text(json.dumps({"step": step}))
 
     what = Save(root=root, step=step, **{"keep": None, "details": {"step": step}} | options)
-    return write_checkpoint(what, ranks=ranks or OneRank(), write=write or two_files)
+    Saver(ranks or OneRank()).save(what, write=write or two_files)
+    return root / f"step-{step}"
 
 
 def write_file(name: str) -> Writer:

@@ -1,7 +1,7 @@
 """Training states that a test makes up, and checkpoints around them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from modeling.model import GatherMoeForCausalLM
 from modeling.shard_table import Ranges
 from modeling.spec import DEFAULTS, LOSS_SETTINGS
 from recipe.checkpoint.manifest import Manifest, file_sizes, record_file, write_manifest
-from recipe.checkpoint.training_state import KINDS, MOMENTS, WEIGHT, TrainingState, everything
-from recipe.checkpoint.whole import write_whole
+from recipe.checkpoint.training_state import KINDS, MOMENTS, WEIGHT, TrainingState, everything, write_whole
 
 Tensors = dict[str, Tensor]
 
@@ -31,7 +30,7 @@ def part_of(tensor: Tensor, ranges: tuple[Ranges, ...]) -> Tensor:
 
 
 class MemoryState:
-    """A TrainingState out of tensors by "KIND/NAME"."""
+    """A TrainingState out of tensors by "KIND/NAME", which counts the bytes that are read."""
 
     def __init__(self, tensors: Tensors, *, step: float = 3.0) -> None:
         self.tensors, self.step, self.num_bytes = tensors, step, 0
@@ -49,10 +48,9 @@ class MemoryState:
         return part
 
 
-def state_of(config: GatherMoeConfig, *, fill: Callable[[int, tuple[int, ...]], Tensor] | None = None) -> MemoryState:
-    """What a run of this model would hold, filled by number of tensor and shape; with random numbers by default."""
+def state_of(config: GatherMoeConfig) -> MemoryState:
+    """What a run of this model would hold, with random numbers."""
     generator = torch.Generator().manual_seed(3)
-    fill = fill or (lambda number, shape: torch.randn(shape, generator=generator))
     with no_init_weights():
         model = GatherMoeForCausalLM(config, mesh=one_rank_mesh())
     model.tie_weights()
@@ -60,7 +58,7 @@ def state_of(config: GatherMoeConfig, *, fill: Callable[[int, tuple[int, ...]], 
     for name, tensor in stored_tensors(model).items():
         kinds = KINDS if isinstance(tensor, torch.nn.Parameter) else (WEIGHT,)
         for kind in kinds:
-            values = fill(len(tensors), tuple(tensor.shape))
+            values = torch.randn(tensor.shape, generator=generator)
             tensors[f"{kind}/{name}"] = values.abs() if kind == MOMENTS[1] else values
     return MemoryState(tensors)
 

@@ -53,8 +53,8 @@ def _reshard_checkpoint(arguments: argparse.Namespace) -> int:
 
     say = partial(print, file=sys.stdout)
     with redirect_stdout(sys.stderr):  # as for inspect
-        done = reshard(arguments.checkpoint, out=arguments.out, say=say)
-    print(f"{done.num_read} tensors read, {done.num_read_back} read back and found equal")
+        num_read, num_read_back = reshard(arguments.checkpoint, out=arguments.out, say=say)
+    print(f"{num_read} tensors read, {num_read_back} read back and found equal")
     print(f"wrote {arguments.out}; continue in any layout with --resume_from_checkpoint {arguments.out}")
     return 0
 

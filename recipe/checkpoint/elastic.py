@@ -75,22 +75,11 @@ def load_elastic(engine: Engine, checkpoint: Checkpoint, *, seed: int, ranks: Ra
     """
     folder, details = checkpoint.folder, checkpoint.details
 
-    def find_frozen() -> list[str]:
-        state = open_training_state(folder, details=details)
-        trained = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
-        return sorted(name for name in trained & state.shapes().keys() if len(state.kinds(name)) == 1)
+    def put() -> None:
+        put_state(engine, open_training_state(folder, details=details), checkpoint=checkpoint)
 
-    frozen = on_first(find_frozen, ranks=ranks)
-    if frozen:
-        raise ValueError(
-            f"{len(frozen)} parameters are to be trained that were frozen when {folder} was saved, among them "
-            f"{frozen[:3]}, so it has no optimizer state for them; freeze them again, or begin a new run from its hf/ "
-            "folder with --model_name_or_path"
-        )
     with parts_in_place(engine):
-        on_every(
-            lambda: put_state(engine, open_training_state(folder, details=details), checkpoint=checkpoint), ranks=ranks
-        )
+        on_every(put, ranks=ranks)
     restore_counters(engine, on_first(lambda: read_rank_file(folder, 0).counters, ranks=ranks))
     reseed(seed, step=checkpoint.step, dp_rank=engine.mesh.dp_rank)
 
@@ -99,12 +88,14 @@ def load_elastic(engine: Engine, checkpoint: Checkpoint, *, seed: int, ranks: Ra
 def put_state(engine: Engine, state: TrainingState, *, checkpoint: Checkpoint) -> None:
     """Write this rank's shards of a state into its engine; inside `parts_in_place`, not collective otherwise.
 
-    Raises CheckpointBrokenError where the state's tensors are not the model's.
+    Raises CheckpointBrokenError where the state's tensors are not the model's, ValueError where it has no moments for
+    what is to be trained.
     """
     model, mesh = engine.model, engine.mesh
     table = shard_table(model.config, mesh)
     shapes = full_shapes(model, config=model.config, table=table)
     _check_tensors(state, shapes, checkpoint=checkpoint)
+    _check_moments(state, stored_tensors(model), checkpoint=checkpoint)
     start_moments(engine, step=state.step)
     for name, tensor in stored_tensors(model).items():
         shard = table.shard(name, shapes[name], group_rank=mesh.group_rank)
@@ -149,6 +140,16 @@ def _check_tensors(state: TrainingState, shapes: Mapping[str, tuple[int, ...]], 
         )
 
 
+def _check_moments(state: TrainingState, tensors: Mapping[str, Tensor], *, checkpoint: Checkpoint) -> None:
+    frozen = sorted(name for name, tensor in tensors.items() if tensor.requires_grad and len(state.kinds(name)) == 1)
+    if frozen:
+        raise ValueError(
+            f"{len(frozen)} parameters are to be trained that were frozen when {checkpoint.folder} was saved, among "
+            f"them {frozen[:3]}, so it has no optimizer state for them; freeze them again, or begin a new run from its "
+            "hf/ folder with --model_name_or_path"
+        )
+
+
 def _difference(engine: Engine, checkpoint: Checkpoint, *, details: Mapping[str, Any], ranks: Ranks) -> str | None:
     """Say why DeepSpeed cannot load its files itself; None where it can. Collective."""
     folder, then = checkpoint.folder, checkpoint.details
@@ -156,11 +157,8 @@ def _difference(engine: Engine, checkpoint: Checkpoint, *, details: Mapping[str,
         return f"whole tensors as {_layout_words(details)}"
     if any(then[name] != details[name] for name in LAYOUT):
         return f"{_layout_words(then)} as {_layout_words(details)}"
-
-    def holds_the_same() -> bool:
-        return read_rank_file(folder, ranks.rank).partition == describe_partition(engine)
-
-    if all(ranks.gather(on_every(holds_the_same, ranks=ranks))):
+    same = on_every(lambda: read_rank_file(folder, ranks.rank).partition == describe_partition(engine), ranks=ranks)
+    if all(ranks.gather(same)):
         return None
     optimizer = on_first(lambda: read_rank_file(folder, 0).partition.optimizer, ranks=ranks)
     now = type(engine.ds.optimizer).__name__

@@ -18,7 +18,7 @@ class Checkpoint(NamedTuple):
 
     step: int
     folder: Path
-    details: dict[str, Any]  # what its writer passed to write_checkpoint
+    details: dict[str, Any]  # those of its `Save`
 
 
 def find_checkpoint(root: Path, *, resume: str | None, ranks: Ranks, say: Callable[[str], None]) -> Checkpoint | None:
@@ -57,10 +57,10 @@ def find_checkpoint(root: Path, *, resume: str | None, ranks: Ranks, say: Callab
     return Checkpoint(manifest.step, folder, manifest.details)
 
 
-def verify_checkpoint(folder: Path, *, ranks: Ranks, checksums: bool = True) -> Manifest:
+def verify_checkpoint(folder: Path, *, ranks: Ranks) -> Manifest:
     """Compare a checkpoint with its manifest, the files shared out over the ranks. Collective.
 
-    Raises the same CheckpointBrokenError on every rank. Without `checksums` only existence and sizes are compared.
+    Raises the same CheckpointBrokenError on every rank.
     """
 
     def read() -> Manifest:
@@ -71,7 +71,7 @@ def verify_checkpoint(folder: Path, *, ranks: Ranks, checksums: bool = True) -> 
 
     manifest = on_first(read, ranks=ranks)
     mine = share_of_files(manifest.sizes_bytes, rank=ranks.rank, world_size=ranks.world_size)
-    found = on_every(lambda: list(file_faults(folder, manifest, names=mine, checksums=checksums)), ranks=ranks)
+    found = on_every(lambda: list(file_faults(folder, manifest, names=mine, checksums=True)), ranks=ranks)
     faults = sorted((fault for share in ranks.gather(found) for fault in share), key=lambda fault: fault.file)
     if faults:
         more = f" (and {len(faults) - 1} more of its {len(manifest.files)} files are broken)" if faults[1:] else ""

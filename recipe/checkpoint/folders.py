@@ -23,7 +23,6 @@ from recipe.shared.units import exact_size
 
 CHECKPOINTS_NAME = "checkpoints"  # the folder of checkpoints in a run folder
 LATEST = "latest"
-WAYS_OUT = "free some space, keep fewer checkpoints or choose another output folder"
 _NEXT_LATEST = ".next-latest"
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 
@@ -99,15 +98,8 @@ def path_of_step(root: Path, step: int) -> Path:
     return latest if latest.resolve() == own.resolve() else own
 
 
-def discard(path: Path) -> None:
-    """Delete a checkpoint; a run killed half-way leaves no folder that still looks like one."""
-    doomed = path.with_name(f".discarded-{path.name}")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def rotate(root: Path, *, keep: int, written: int) -> list[int]:
-    """Delete all but the newest `keep` checkpoints and return the steps of the deleted.
+def rotate(root: Path, *, keep: int, written: int) -> None:
+    """Delete all but the newest `keep` checkpoints.
 
     Newest by step number, whatever the names sort like and whenever the folders were touched. The step just `written`
     stays in any case, and so does everything newer. A checkpoint with a file missing or cut short does not count as one
@@ -115,10 +107,12 @@ def rotate(root: Path, *, keep: int, written: int) -> list[int]:
     """
     ours = [folder for folder in list_checkpoints(root) if (folder.path / MANIFEST_NAME).is_file()]
     kept = [folder.step for folder in ours if _looks_whole(folder.path)][-keep:]
-    doomed = [folder for folder in ours if folder.step not in kept and folder.step < written]
-    for folder in doomed:
-        discard(folder.path)
-    return [folder.step for folder in doomed]
+    for folder in ours:
+        if folder.step not in kept and folder.step < written:
+            # Under another name first, so that a run killed half-way leaves no folder that still looks like one.
+            doomed = folder.path.with_name(f".discarded-{folder.path.name}")
+            folder.path.rename(doomed)
+            shutil.rmtree(doomed)
 
 
 def _looks_whole(path: Path) -> bool:
@@ -137,7 +131,7 @@ def free_bytes(path: Path) -> int:
 
 
 def check_free_space(
-    path: Path, *, needed_bytes: int, ranks: Ranks, freed_bytes: int = 0, detail: str = "", ways_out: str = WAYS_OUT
+    path: Path, *, needed_bytes: int, ranks: Ranks, ways_out: str, freed_bytes: int = 0, detail: str = ""
 ) -> int:
     """Raise NotEnoughSpaceError on every rank unless `needed_bytes` are free; return the free bytes. Collective.
 

@@ -48,28 +48,19 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Everything that is said of the checkpoint inspected.
-
-    form         "native" (DeepSpeed's files, of one layout) or "whole" (of none)
-    details      what the run stored with it
-    parameters   "total" and "active" per token; None where the details do not say what the model is
-    hf           model_type and dtype of hf/; None where it is absent or broken
-    parts_bytes  sizes of the folders and files at the top
-    checksums    contents were compared, not only sizes
-    values       a Values per kind of tensor, as a dictionary; None where it was not asked for
-    """
+    """Everything that is said of the checkpoint inspected."""
 
     folder: Path
     step: int
-    form: str
-    details: Mapping[str, Any]
-    parameters: Mapping[str, int] | None
-    hf: Mapping[str, Any] | None
-    parts_bytes: Mapping[str, int]
+    form: str  # "native" (DeepSpeed's files, of one layout) or "whole" (of none)
+    details: Mapping[str, Any]  # what the run stored with it
+    parameters: Mapping[str, int] | None  # "total", and "active" per token; None where no model is in the details
+    hf: Mapping[str, Any] | None  # model_type and dtype of hf/; None where it is absent or broken
+    parts_bytes: Mapping[str, int]  # of the folders and files at the top
     num_files: int
-    checksums: bool
+    checksums: bool  # contents were compared, not only sizes
     faults: tuple[CheckpointBrokenError, ...]
-    values: Mapping[str, Mapping[str, Any]] | None = None
+    values: Mapping[str, Mapping[str, Any]] | None = None  # a Values per kind of tensor; None where not asked for
 
 
 class Inspected(NamedTuple):
@@ -85,7 +76,9 @@ def inspect_path(given: Path, *, checksums: bool, values: bool) -> Inspected:
 
     Raises CheckpointMissingError where there is none, CheckpointBrokenError where its manifest cannot be read.
     """
-    folders = _checkpoints_at(given)
+    if not given.is_dir():
+        raise CheckpointMissingError(f"{given} cannot be inspected: it is no folder")
+    folders = checkpoints_below(given, purpose="inspected")
     if not folders:
         inspection = inspect_checkpoint(given.resolve(), checksums=checksums, values=values)
         return Inspected([], inspection, inspection.faults[0] if inspection.faults else None)
@@ -205,13 +198,6 @@ def _describe_one(found: Inspection) -> Iterator[tuple[str, str]]:
         )
 
 
-def _checkpoints_at(given: Path) -> list[StepFolder]:
-    """Return the checkpoints below a path; none where the path itself is a checkpoint."""
-    if not given.is_dir():
-        raise CheckpointMissingError(f"{given} cannot be inspected: it is no folder")
-    return checkpoints_below(given, purpose="inspected")
-
-
 def _summarise(folder: StepFolder) -> Summary:
     try:
         manifest = read_manifest(folder.path)
@@ -258,56 +244,44 @@ def _read_values(folder: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
     from recipe.checkpoint.native_files import open_training_state
 
     scanned = scan_values(open_training_state(folder, details=manifest.details))
-    return {kind: values._asdict() for kind, values in scanned.items()}
+    return {kind: asdict(values) for kind, values in scanned.items()}
 
 
-class Values(NamedTuple):
+@dataclass
+class Values:
     """Statistics over all tensors of a kind; norm, min and max of the finite numbers, 0, inf and -inf without any."""
 
-    num_tensors: int
-    num_elements: int
-    num_not_finite: int
-    norm: float
-    min: float
-    max: float
+    num_tensors: int = 0
+    num_elements: int = 0
+    num_not_finite: int = 0
+    norm: float = 0.0
+    min: float = math.inf
+    max: float = -math.inf
+
+    def add(self, piece: "torch.Tensor") -> None:
+        finite = piece[piece.isfinite()]
+        self.num_elements += piece.numel()
+        self.num_not_finite += piece.numel() - finite.numel()
+        self.norm = math.hypot(self.norm, finite.double().norm().item())
+        if finite.numel():
+            self.min = min(self.min, finite.min().item())
+            self.max = max(self.max, finite.max().item())
 
 
 def scan_values(state: "TrainingState", *, piece_bytes: int = PIECE_BYTES) -> dict[str, Values]:
     """Read every number of a state, a piece at a time; return the statistics by kind of tensor."""
     from recipe.checkpoint.training_state import entries_of, read_pieces
 
-    found: dict[str, list[Values]] = {}
+    found: dict[str, Values] = {}
     entries = entries_of(state)
     with byte_bar("reading", num_bytes=sum(entry.num_bytes for entry in entries)) as bar:
         for entry in entries:
-            for number, piece in enumerate(read_pieces(state, entry, piece_bytes=piece_bytes)):
-                found.setdefault(entry.kind, []).append(_values_of(piece, starts_a_tensor=number == 0))
+            values = found.setdefault(entry.kind, Values())
+            values.num_tensors += 1
+            for piece in read_pieces(state, entry, piece_bytes=piece_bytes):
+                values.add(piece)
                 bar.update(piece.nbytes)
-    return {kind: _together(parts) for kind, parts in found.items()}
-
-
-def _values_of(piece: "torch.Tensor", *, starts_a_tensor: bool) -> Values:
-    finite = piece[piece.isfinite()]
-    nothing = finite.numel() == 0
-    return Values(
-        num_tensors=int(starts_a_tensor),
-        num_elements=piece.numel(),
-        num_not_finite=piece.numel() - finite.numel(),
-        norm=finite.double().norm().item(),
-        min=math.inf if nothing else finite.min().item(),
-        max=-math.inf if nothing else finite.max().item(),
-    )
-
-
-def _together(parts: list[Values]) -> Values:
-    return Values(
-        num_tensors=sum(part.num_tensors for part in parts),
-        num_elements=sum(part.num_elements for part in parts),
-        num_not_finite=sum(part.num_not_finite for part in parts),
-        norm=math.hypot(*(part.norm for part in parts)),
-        min=min(part.min for part in parts),
-        max=max(part.max for part in parts),
-    )
+    return found
 
 
 def sizes_in(details: Mapping[str, Any]) -> ModelSizes | None:

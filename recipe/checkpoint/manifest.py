@@ -110,7 +110,14 @@ def file_faults(
         elif path.stat().st_size != record.size_bytes:
             yield CheckpointBrokenError(path, f"has {path.stat().st_size} bytes instead of {record.size_bytes}")
         elif checksums:
-            yield from _content_faults(path, record)
+            try:
+                with path.open("rb") as file:
+                    has_changed = _sha256(file) != record.sha256
+            except OSError as error:
+                yield CheckpointBrokenError(path, f"cannot be read ({error})")
+                continue
+            if has_changed:
+                yield CheckpointBrokenError(path, "its content has changed since it was written (SHA-256 differs)")
 
 
 def flush_folder(folder: Path) -> None:
@@ -120,17 +127,6 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _content_faults(path: Path, record: FileRecord) -> Iterator[CheckpointBrokenError]:
-    try:
-        with path.open("rb") as file:
-            sha256 = _sha256(file)
-    except OSError as error:
-        yield CheckpointBrokenError(path, f"cannot be read ({error})")
-        return
-    if sha256 != record.sha256:
-        yield CheckpointBrokenError(path, "its content has changed since it was written (SHA-256 differs)")
 
 
 def _sha256(file: BufferedReader) -> str:

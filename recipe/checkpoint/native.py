@@ -1,7 +1,7 @@
 """What DeepSpeed's engine holds: saved to its own files, loaded, read, replaced, and compared among the ranks."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from modeling.init import full_shapes, shard_table, stored_tensors
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.rank_files import (
+    DS_COUNTERS,
     FOLDER,
-    Counters,
     Partition,
     Position,
     RankFile,
@@ -75,12 +75,7 @@ def save_native(engine: Engine, folder: Path, *, rank_state: dict[str, Any], fil
     (folder / FOLDER).mkdir(exist_ok=True)
     file = RankFile(
         partition=describe_partition(engine),
-        counters=Counters(
-            global_steps=ds.global_steps,
-            global_samples=ds.global_samples,
-            skipped_steps=ds.skipped_steps,
-            tokens_read=engine.tokens_read,
-        ),
+        counters={name: getattr(ds, name) for name in DS_COUNTERS} | {"tokens_read": engine.tokens_read},
         random=random_states(ds.device),
         state=rank_state,
     )
@@ -104,17 +99,16 @@ def load_native(engine: Engine, folder: Path) -> dict[str, Any]:
     if hasattr(engine.ds.optimizer, "clip_grad"):
         engine.ds.optimizer.clip_grad = engine.ds.gradient_clipping()
     saved = read_rank_file(folder, engine.mesh.rank)
-    engine.tokens_read = saved.counters.tokens_read
+    engine.tokens_read = saved.counters["tokens_read"]
     restore_random_states(saved.random, device=engine.ds.device)
     return saved.state
 
 
-def restore_counters(engine: Engine, counters: Counters) -> None:
+def restore_counters(engine: Engine, counters: Mapping[str, int]) -> None:
     """Set the counters that a load by DeepSpeed would set."""
-    engine.ds.global_steps = counters.global_steps
-    engine.ds.global_samples = counters.global_samples
-    engine.ds.skipped_steps = counters.skipped_steps
-    engine.tokens_read = counters.tokens_read
+    for name in DS_COUNTERS:
+        setattr(engine.ds, name, counters[name])
+    engine.tokens_read = counters["tokens_read"]
 
 
 def full_precision_shard(parameter: nn.Parameter) -> Tensor:

@@ -13,19 +13,15 @@ import torch
 from recipe.shared.errors import CheckpointBrokenError
 
 FOLDER = "ranks"
+DS_COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # as DeepSpeed's engine calls them
 
 
 class Piece(NamedTuple):
-    """Numbers of a parameter in a flat tensor on one data-parallel rank; counts of elements.
+    """Numbers of a parameter in a flat tensor on one data-parallel rank; counts of elements."""
 
-    start   the first element there
-    offset  the same element in the shard of the parameter, flattened
-    numel   how many, 0 where the rank has none of them
-    """
-
-    start: int
-    offset: int
-    numel: int
+    start: int  # the first element there
+    offset: int  # the same element in the shard of the parameter, flattened
+    numel: int  # 0 where the rank has none of them
 
 
 class Position(NamedTuple):
@@ -56,35 +52,21 @@ class Partition:
     """How the optimizer holds the model, which DeepSpeed's own files do not say.
 
     It is the same on all data-parallel ranks of a group rank, so a reader needs the file of the first one only.
-
-    optimizer  the class of DeepSpeed's optimizer
-    shapes     of this rank's shard of every stored tensor, by name
-    positions  of every trained parameter, by name
     """
 
-    optimizer: str
-    shapes: Mapping[str, tuple[int, ...]]
-    positions: Mapping[str, Position]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counters:
-    """How far the engine has come since the run first started, over all resumes."""
-
-    global_steps: int
-    global_samples: int
-    skipped_steps: int
-    tokens_read: int
+    optimizer: str  # the class of DeepSpeed's optimizer
+    shapes: Mapping[str, tuple[int, ...]]  # of this rank's shard of every stored tensor, by name
+    positions: Mapping[str, Position]  # of every trained parameter, by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """The content of a rank's file: `random` from random_states(), `state` from the training loop."""
+    """The content of a rank's file."""
 
     partition: Partition
-    counters: Counters
-    random: dict[str, Any]
-    state: dict[str, Any]
+    counters: Mapping[str, int]  # DS_COUNTERS and tokens_read since the run first started, over all resumes
+    random: dict[str, Any]  # from random_states()
+    state: dict[str, Any]  # from the training loop
 
 
 def rank_path(folder: Path, rank: int) -> Path:
@@ -99,7 +81,7 @@ def to_content(file: RankFile) -> dict[str, Any]:
         "optimizer": partition.optimizer,
         "shapes": dict(partition.shapes),
         "places": {name: tuple(position) for name, position in partition.positions.items()},
-        "counters": vars(file.counters),
+        "counters": dict(file.counters),
         "random": file.random,
         "state": file.state,
     }
@@ -113,7 +95,7 @@ def read_rank_file(folder: Path, rank: int) -> RankFile:
         positions = {name: Position(*position) for name, position in content["places"].items()}
         return RankFile(
             partition=Partition(optimizer=content["optimizer"], shapes=content["shapes"], positions=positions),
-            counters=Counters(**content["counters"]),
+            counters=content["counters"],
             random=content["random"],
             state=content["state"],
         )

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 from recipe.checkpoint.find import Checkpoint, find_checkpoint
 from recipe.checkpoint.folders import check_free_space, step_in_name
@@ -28,10 +27,11 @@ from recipe.checkpoint.training_state import (
     PIECE_BYTES,
     WHOLE_FOLDER,
     TrainingState,
+    WholeTensors,
     digests_of,
     entries_of,
+    write_whole,
 )
-from recipe.checkpoint.whole import WholeTensors, write_whole
 from recipe.shared.errors import CheckpointBrokenError, CheckpointWriteError
 from recipe.shared.flops import count_parameters
 from recipe.shared.ranks import OneRank
@@ -44,59 +44,55 @@ FORMAT = "whole"  # under "format" in the details
 BUFFER = "e_score_correction_bias"  # the stored tensors that are not parameters
 
 
-class Resharded(NamedTuple):
-    """The checkpoint that was read, how many tensors were read and read back, and the bytes of the result."""
-
-    source: Path
-    num_read: int
-    num_read_back: int
-    num_bytes: int
-
-
-class Pieces(NamedTuple):
-    """The most bytes in memory at a time, and in a file."""
-
-    piece_bytes: int = PIECE_BYTES
-    max_file_bytes: int = MAX_FILE_BYTES
-
-
-def reshard(given: Path, *, out: Path, say: Callable[[str], None], pieces: Pieces | None = None) -> Resharded:
+def reshard(
+    given: Path,
+    *,
+    out: Path,
+    say: Callable[[str], None],
+    piece_bytes: int = PIECE_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> tuple[int, int]:
     """Write the checkpoint that `given` names to `out`, for any layout to resume from; `out` appears when complete.
 
-    `given` is a checkpoint, or a run folder or folder of checkpoints, of which the newest complete one is taken. It is
-    compared with its manifest before anything is read from it.
+    Returns how many tensors were read, and how many were read back. `given` is a checkpoint, or a run folder or folder
+    of checkpoints, of which the newest complete one is taken. It is compared with its manifest before anything is read
+    from it. At most `piece_bytes` of a tensor are in memory at a time.
 
     Raises ValueError where `out` cannot be written to, NotEnoughSpaceError, the errors of find_checkpoint, and
     CheckpointWriteError where a file could not be written or a tensor is read back with other bytes than were read.
     """
-    _check_is_new(out)
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"{out} exists already; name a folder that does not")
     checkpoint = _find(given, say=say)
     _check_target(out, checkpoint)
     state = open_training_state(checkpoint.folder, details=checkpoint.details)
     _check_is_whole_model(state, checkpoint)
     manifest = read_manifest(checkpoint.folder)
     carried = [name for name in manifest.files if Path(name).parts[0] not in LEFT_OUT]
-    needed_bytes = _state_bytes(state) + sum(manifest.sizes_bytes[name] for name in carried)
+    state_bytes = sum(entry.num_bytes for entry in entries_of(state))
+    needed_bytes = state_bytes + sum(manifest.sizes_bytes[name] for name in carried)
     check_free_space(out.parent, needed_bytes=needed_bytes, ranks=OneRank(), ways_out=WAYS_OUT)
     staging = out.with_name(f".reshard-{out.name}")
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
-        _carry(carried, checkpoint.folder, staging)
-        num_read_back = _write_state(state, staging / WHOLE_FOLDER, pieces=pieces or Pieces())
-        num_bytes = _seal(staging, source=manifest, carried=carried)
+        for name in carried:
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint.folder / name, staging / name)
+        whole = staging / WHOLE_FOLDER
+        with byte_bar("writing", num_bytes=state_bytes) as bar:
+            read = write_whole(whole, state, piece_bytes=piece_bytes, max_file_bytes=max_file_bytes, advance=bar.update)
+        with byte_bar("comparing", num_bytes=state_bytes) as bar:
+            read_back = digests_of(WholeTensors(whole), piece_bytes=piece_bytes, advance=bar.update)
+        _check_same(read, read_back)
+        _seal(staging, source=manifest, carried=carried)
         staging.rename(out)
         flush_folder(out.parent)
     except OSError as error:
         raise CheckpointWriteError(f"{out} could not be written: {error}; what was written is removed") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return Resharded(checkpoint.folder, len(entries_of(state)), num_read_back, num_bytes)
-
-
-def _check_is_new(out: Path) -> None:
-    if out.exists() or out.is_symlink():
-        raise ValueError(f"{out} exists already; name a folder that does not")
+    return len(read), len(read_back)
 
 
 def _find(given: Path, *, say: Callable[[str], None]) -> Checkpoint:
@@ -134,43 +130,18 @@ def _check_is_whole_model(state: TrainingState, checkpoint: Checkpoint) -> None:
         )
 
 
-def _state_bytes(state: TrainingState) -> int:
-    return sum(entry.num_bytes for entry in entries_of(state))
-
-
-def _carry(names: list[str], source: Path, target: Path) -> None:
-    for name in names:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target / name)
-
-
-def _write_state(state: TrainingState, folder: Path, *, pieces: Pieces) -> int:
-    """Write the state, read it back, and compare; return the number of tensors that were read back."""
-    num_bytes = _state_bytes(state)
-    with byte_bar("writing", num_bytes=num_bytes) as bar:
-        want = write_whole(
-            folder,
-            state,
-            piece_bytes=pieces.piece_bytes,
-            max_file_bytes=pieces.max_file_bytes,
-            advance=bar.update,
-        )
-    with byte_bar("comparing", num_bytes=num_bytes) as bar:
-        got = digests_of(WholeTensors(folder), piece_bytes=pieces.piece_bytes, advance=bar.update)
-    different = sorted(key for key in want.keys() | got.keys() if want.get(key) != got.get(key))
+def _check_same(read: dict[str, str], read_back: dict[str, str]) -> None:
+    different = sorted(key for key in read.keys() | read_back.keys() if read.get(key) != read_back.get(key))
     if different:
         raise CheckpointWriteError(
-            f"{len(want)} tensors were read and {len(got)} read back, of which {len(different)} differ: {different[:5]}"
+            f"{len(read)} tensors were read and {len(read_back)} read back, of which {len(different)} differ: "
+            f"{different[:5]}"
         )
-    return len(got)
 
 
-def _seal(staging: Path, *, source: Manifest, carried: list[str]) -> int:
-    """Add the manifest; return the bytes of all files it lists."""
+def _seal(staging: Path, *, source: Manifest, carried: list[str]) -> None:
     files = {name: record_file(staging / name) for name in file_sizes(staging)}
     changed = [name for name in carried if files[name] != source.files[name]]
     if changed:
         raise CheckpointWriteError(f"{len(changed)} files were not copied as they are: {changed[:5]}")
-    manifest = Manifest(step=source.step, files=files, details={**source.details, "format": FORMAT})
-    write_manifest(staging, manifest)
-    return sum(manifest.sizes_bytes.values())
+    write_manifest(staging, Manifest(step=source.step, files=files, details={**source.details, "format": FORMAT}))

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from recipe.checkpoint.find import AUTO
@@ -26,10 +25,10 @@ RUN_ENTRIES = ("run.json", "metrics.jsonl", "train_results.json", "tensorboard",
 class RunFolder:
     """An output folder that this run owns until `release` or, if it is killed, until its processes are gone."""
 
-    def __init__(self, path: Path, *, lock: IO[str] | None, old: list[Path]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = lock  # only rank 0 has it
-        self._old = old
+        self._lock: IO[str] | None = None  # only rank 0 has it
+        self._old: list[Path] = []
 
     @property
     def checkpoints(self) -> Path:
@@ -68,9 +67,7 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -88,7 +85,7 @@ def claim_run_folder(path: Path, *, ranks: Ranks, resume: str | None, overwrite:
         raise ValueError(
             f"overwriting {path} would delete what resume_from_checkpoint={resume} continues; give only one of them"
         )
-    folder = RunFolder(path, lock=None, old=[])
+    folder = RunFolder(path)
 
     def take() -> None:
         path.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,26 @@
-"""A training state: weights and moments as whole tensors, of which any part can be read; the arithmetic of parts."""
+"""A training state: weights and moments as whole tensors, of which any part can be read; the arithmetic of parts.
+
+The form without a layout is a folder of safetensors files, of which a reader maps what it asks for:
+
+whole/training.json             AdamW's step, and of every tensor its shape and kinds
+whole/state*.safetensors        tensors named KIND/NAME, float32
+"""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from modeling.shard_table import Ranges
-from recipe.checkpoint.tensor_file import bytes_of
+from recipe.checkpoint.tensor_file import MAX_FILE_BYTES, TensorSpec, bytes_of, find_tensors, write_tensors
+from recipe.shared.errors import CheckpointBrokenError
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -18,12 +28,11 @@ KINDS = (WEIGHT, *MOMENTS)
 NATIVE_FOLDER, WHOLE_FOLDER = "deepspeed", "whole"
 ELEMENT_BYTES = 4  # of what a TrainingState gives, which is float32
 PIECE_BYTES = 32 * 2**20
+TRAINING_NAME, STEM, FORMAT_VERSION = "training.json", "state", 1  # of the form without a layout
 
 
 class TrainingState(Protocol):
-    """Weights, moments and the step counter, whatever layout they were saved in. `num_bytes` were read so far."""
-
-    num_bytes: int
+    """Weights, moments and the step counter, whatever layout they were saved in."""
 
     @property
     def step(self) -> float:
@@ -73,20 +82,6 @@ def read_pieces(state: TrainingState, entry: Entry, *, piece_bytes: int = PIECE_
     for start in range(0, numel, step):
         for box in boxes_between(entry.shape, start, min(start + step, numel)):
             yield state.read(entry.name, kind=entry.kind, ranges=tuple((span,) for span in box))
-
-
-def digests_of(
-    state: TrainingState, *, piece_bytes: int = PIECE_BYTES, advance: Callable[[int], Any]
-) -> dict[str, str]:
-    """Return a checksum of each tensor's bytes by its key; `advance` is called with the bytes of each piece read."""
-    digests = {}
-    for entry in entries_of(state):
-        digest = hashlib.blake2b(digest_size=16)
-        for piece in read_pieces(state, entry, piece_bytes=piece_bytes):
-            digest.update(bytes_of(piece))
-            advance(piece.nbytes)
-        digests[entry.key] = digest.hexdigest()
-    return digests
 
 
 def everything(shape: tuple[int, ...]) -> tuple[Ranges, ...]:
@@ -141,55 +136,140 @@ def cut(ranges: Ranges, start: int, end: int) -> Ranges:
 def boxes_between(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """Yield elements `start` to `end` of a tensor in row-major order as boxes, in order: an index range per dimension.
 
-    The whole rows are one box; a row that is cut at the beginning or at the end is cut in turn.
+    Whole rows that follow one another are one box; of a row that is cut, its rest is cut in turn.
     """
-    row_numel = prod(shape[1:])
     if start >= end:
         return
     if not shape:
         yield ()
         return
-    first, last = -(-start // row_numel), end // row_numel  # the whole rows
-    if first > last:
-        rest = boxes_between(shape[1:], start - last * row_numel, end - last * row_numel)
-        yield from (((last, first), *box) for box in rest)
-        return
-    if start < first * row_numel:
-        rest = boxes_between(shape[1:], start - (first - 1) * row_numel, row_numel)
-        yield from (((first - 1, first), *box) for box in rest)
-    if first < last:
-        yield ((first, last), *((0, size) for size in shape[1:]))
-    if last * row_numel < end:
-        yield from (((last, last + 1), *box) for box in boxes_between(shape[1:], 0, end - last * row_numel))
+    row_numel = prod(shape[1:])
+    row, skipped = divmod(start, row_numel)
+    if skipped or end - start < row_numel:
+        stop = min(end, (row + 1) * row_numel)
+        yield from (((row, row + 1), *box) for box in boxes_between(shape[1:], skipped, stop - row * row_numel))
+    else:
+        end_row = end // row_numel
+        stop = end_row * row_numel
+        yield ((row, end_row), *((0, size) for size in shape[1:]))
+    yield from boxes_between(shape, stop, end)
 
 
-def copy_overlap(target: Tensor, source: Tensor, by_dim: tuple[list[Overlap], ...]) -> None:
-    """Write into `target` what `source` has of it; both are parts of one whole tensor."""
-    for box in product(*by_dim):
-        to = tuple(slice(dim.target, dim.target + dim.width) for dim in box)
-        of = tuple(slice(dim.source, dim.source + dim.width) for dim in box)
-        target[to].copy_(source[of])
+def copy_overlap(target: Tensor, source: Tensor, by_dim: tuple[list[Overlap], ...]) -> int:
+    """Write into `target` what `source` has of it, both parts of one whole tensor; return how many elements that are.
 
-
-def copy_run(target: Tensor, run: Tensor, *, begin: int, shape: tuple[int, ...], box: Sequence[Overlap]) -> int:
-    """Write into `target` what a run of elements has of a box of a tensor; return how many elements that are.
-
-    The run has the elements from `begin` on, in row-major order, of a tensor of `shape`. `target` is the box of that
-    tensor which `source` and `width` of `box` describe. Only elements of the run inside the box are read.
+    `source` may also be a slice of a safetensors file. Only what is copied is read from it.
     """
-    end, row_numel = begin + run.numel(), prod(shape[1:])
-    (_, source, width), inner = box[0], box[1:]
-    first, last = max(source, -(-begin // row_numel)), min(source + width, end // row_numel)
     num_copied = 0
-    if first < last:
-        rows = run[first * row_numel - begin : last * row_numel - begin].view(last - first, *shape[1:])
-        rows = rows[(slice(None), *(slice(dim.source, dim.source + dim.width) for dim in inner))]
-        target[first - source : last - source].copy_(rows)
-        num_copied += rows.numel()
-    # Rows that the run has a part of: its first one and its last one, which may be the same.
-    cut_rows = {row for row, cut_off in ((begin // row_numel, begin), (end // row_numel, end)) if cut_off % row_numel}
-    for row in sorted(row for row in cut_rows if source <= row < source + width):
-        start, stop = max(begin, row * row_numel), min(end, (row + 1) * row_numel)
-        part = run[start - begin : stop - begin]
-        num_copied += copy_run(target[row - source], part, begin=start - row * row_numel, shape=shape[1:], box=inner)
+    for box in product(*by_dim):
+        to = target[tuple(slice(dim.target, dim.target + dim.width) for dim in box)]
+        to.copy_(source[tuple(slice(dim.source, dim.source + dim.width) for dim in box)])
+        num_copied += to.numel()
     return num_copied
+
+
+def write_whole(
+    folder: Path,
+    state: TrainingState,
+    *,
+    advance: Callable[[int], Any],
+    piece_bytes: int = PIECE_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> dict[str, str]:
+    """Write a state into the new `folder`; return a checksum of what was read, by the keys in the files.
+
+    One piece is in memory at a time. `advance` is called with the bytes of each piece written.
+    """
+    entries = {entry.key: entry for entry in entries_of(state)}
+    digests: dict[str, str] = {}
+
+    def pieces(spec: TensorSpec) -> Iterator[Tensor]:
+        return _digested(state, entries[spec.name], digests=digests, piece_bytes=piece_bytes, advance=advance)
+
+    folder.mkdir()
+    specs = [TensorSpec(key, entry.shape, torch.float32) for key, entry in entries.items()]
+    write_tensors(folder, specs, stem=STEM, pieces=pieces, max_file_bytes=max_file_bytes)
+    tensors = {name: {"shape": list(shape), "kinds": list(state.kinds(name))} for name, shape in state.shapes().items()}
+    content = {"format_version": FORMAT_VERSION, "step": state.step, "tensors": tensors}
+    (folder / TRAINING_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return digests
+
+
+def digests_of(
+    state: TrainingState, *, piece_bytes: int = PIECE_BYTES, advance: Callable[[int], Any]
+) -> dict[str, str]:
+    """Return a checksum of each tensor's bytes by its key; `advance` is called with the bytes of each piece read."""
+    digests: dict[str, str] = {}
+    for entry in entries_of(state):
+        for _ in _digested(state, entry, digests=digests, piece_bytes=piece_bytes, advance=advance):
+            pass
+    return digests
+
+
+def _digested(
+    state: TrainingState, entry: Entry, *, digests: dict[str, str], piece_bytes: int, advance: Callable[[int], Any]
+) -> Iterator[Tensor]:
+    """Yield the pieces of a tensor; after the last one add its checksum to `digests`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in read_pieces(state, entry, piece_bytes=piece_bytes):
+        digest.update(bytes_of(piece))
+        yield piece
+        advance(piece.nbytes)
+    digests[entry.key] = digest.hexdigest()
+
+
+class WholeTensors:
+    """The TrainingState in a folder that `write_whole` wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raise CheckpointBrokenError unless the folder's files hold exactly what training.json says."""
+        content = _read_content(folder / TRAINING_NAME)
+        self.step: float = content["step"]
+        self._shapes = {name: tuple(tensor["shape"]) for name, tensor in content["tensors"].items()}
+        self._kinds = {name: tuple(tensor["kinds"]) for name, tensor in content["tensors"].items()}
+        try:
+            self._files = find_tensors(folder, stem=STEM)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointBrokenError(folder, f"its tensors cannot be found ({error})") from error
+        wanted = {f"{kind}/{name}" for name, kinds in self._kinds.items() for kind in kinds}
+        missing, unused = sorted(wanted - self._files.keys()), sorted(self._files.keys() - wanted)
+        if missing or unused:
+            raise CheckpointBrokenError(
+                folder / TRAINING_NAME,
+                f"lists {len(wanted)} tensors, the files hold {len(self._files)}; missing {missing[:5]}, "
+                f"not listed {unused[:5]}",
+            )
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        return self._kinds[name]
+
+    def read(self, name: str, *, kind: str, ranges: tuple[Ranges, ...]) -> Tensor:
+        """Read a part of a tensor, float32, into memory of its own; only its pages of the file are read."""
+        key = f"{kind}/{name}"
+        path = self._files[key]
+        part = empty_part(ranges)
+        try:
+            with safe_open(path, framework="pt") as reader:
+                source = reader.get_slice(key)
+                if tuple(source.get_shape()) != self._shapes[name]:
+                    raise CheckpointBrokenError(path, f"{key} is {source.get_shape()}, not {self._shapes[name]}")
+                whole = everything(self._shapes[name])
+                by_dim = tuple(overlaps(dim, all_of_it) for dim, all_of_it in zip(ranges, whole, strict=True))
+                copy_overlap(part, source, by_dim)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointBrokenError(path, f"{key} cannot be read ({error})") from error
+        return part
+
+
+def _read_content(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointBrokenError(path, f"does not describe a training state ({error!r})") from error
+    if version != FORMAT_VERSION:
+        raise CheckpointBrokenError(path, f"format_version is {version!r}, this version reads {FORMAT_VERSION}")
+    return content

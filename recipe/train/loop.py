@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipe.checkpoint.background import open_saver
-from recipe.checkpoint.commit import Save
+from recipe.checkpoint.commit import Save, open_saver
 from recipe.checkpoint.expert_counts import write_expert_counts
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import Checkpoint

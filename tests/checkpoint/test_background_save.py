@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipe.checkpoint.background import BackgroundSaver, open_saver
-from recipe.checkpoint.commit import Save, write_checkpoint
+from recipe.checkpoint.commit import Save, Saver, open_saver
 from recipe.checkpoint.files import Files, WriteLater
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.snapshot import Snapshot, restore_snapshot, take_snapshot
@@ -34,56 +34,47 @@ def save_of(root: Path, step: int, **options: Any) -> Save:
     return Save(root=root, step=step, **{"keep": None, "details": {"step": step}} | options)
 
 
-def one_rank_saver() -> BackgroundSaver:
-    return BackgroundSaver(OneRank(), background=OneRank())
+def one_rank_saver() -> Saver:
+    return Saver(OneRank(), background=OneRank())
 
 
-def on_saving_threads(world_size: int, function: Callable[[Ranks, BackgroundSaver], Any]) -> list[Any]:
+def on_saving_threads(world_size: int, function: Callable[[Ranks, Saver], Any]) -> list[Any]:
     """Like on_threads, each rank with a saver whose thread has ranks of its own."""
     barrier, table = threading.Barrier(world_size), [None] * world_size
 
     def with_saver(ranks: Ranks) -> Any:
         background = ThreadRanks(ranks.rank, barrier=barrier, table=table)
-        return function(ranks, BackgroundSaver(ranks, background=background))
+        return function(ranks, Saver(ranks, background=background))
 
     return on_threads(world_size, with_saver)
 
 
-def test_training_goes_on_while_the_snapshot_is_written(tmp_path: Path) -> None:
+def test_training_goes_on_while_a_snapshot_is_written_and_the_next_save_waits_until_it_is_complete(
+    tmp_path: Path,
+) -> None:
     weight, may_write = torch.ones(3), threading.Event()
+    seen: list[list[str]] = []
 
     def write_held(state: torch.Tensor, path: Path) -> None:
         assert may_write.wait(WAIT_S)
         torch.save(state, path)
 
-    saver = one_rank_saver()
-    saver.save(
-        save_of(tmp_path, 1), write=lambda folder, files: files.write_state(folder / "weight.pt", weight, write_held)
-    )
-    weight.fill_(2)
-    assert entries(tmp_path) == [".staging-step-1"]
-    may_write.set()
-    saver.wait()
-    assert entries(tmp_path) == ["latest", "step-1"]
-    assert torch.load(tmp_path / "latest" / "weight.pt").tolist() == [1, 1, 1]
-    verify_checkpoint(tmp_path / "step-1", ranks=OneRank())
-
-
-def test_the_next_save_begins_when_the_one_before_is_complete(tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-    may_write = threading.Event()
-
     def write(folder: Path, files: Files) -> None:
         seen.append(entries(tmp_path))
-        files.write(folder / "held", lambda path: may_write.wait(WAIT_S) and path.write_bytes(b"x"))
+        files.write_state(folder / "weight.pt", weight, write_held)
 
     saver = one_rank_saver()
     saver.save(save_of(tmp_path, 1), write=write)
+    weight.fill_(2)
+    assert entries(tmp_path) == [".staging-step-1"]
     threading.Timer(0.05, may_write.set).start()
-    saver.save(save_of(tmp_path, 2, keep=1), write=write)
-    saver.wait()
+    saver.save(save_of(tmp_path, 2), write=write)
     assert seen == [[".staging-step-1"], [".staging-step-2", "latest", "step-1"]]
-    assert entries(tmp_path) == ["latest", "step-2"]
+    verify_checkpoint(tmp_path / "step-1", ranks=OneRank())
+    assert torch.load(tmp_path / "step-1" / "weight.pt").tolist() == [1, 1, 1]
+    saver.save(save_of(tmp_path, 3, keep=1), write=write)
+    saver.wait()
+    assert entries(tmp_path) == ["latest", "step-3"]
 
 
 def _fail_on_rank_1(rank: int) -> Callable[[Path, Files], None]:
@@ -95,62 +86,45 @@ def _fail_on_rank_1(rank: int) -> Callable[[Path, Files], None]:
     return lambda folder, files: files.write(folder / f"rank{rank}", write_file)
 
 
-@pytest.mark.parametrize("noticed", ["at the end", "at the next save"])
-@pytest.mark.requirement("R-CKPT-10")
-def test_an_error_is_raised_on_all_ranks_alike_as_a_save_in_the_foreground_raises_it(
-    noticed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("recipe.checkpoint.commit.free_bytes", lambda path: 12_345)
-    what = save_of(tmp_path, 20, expected_bytes=1_000)
-
-    def in_background(ranks: Ranks, saver: BackgroundSaver) -> None:
-        saver.save(save_of(tmp_path, 10), write=lambda folder, files: (folder / str(ranks.rank)).touch())
-        saver.save(what, write=_fail_on_rank_1(ranks.rank))
-        if noticed == "at the end":
-            saver.wait()
-        else:
-            saver.save(save_of(tmp_path, 30), write=_fail_on_rank_1(ranks.rank))
-
-    errors = on_saving_threads(3, in_background)
-    assert [type(error) for error in errors] == [CheckpointWriteError] * 3
-    assert entries(tmp_path) == ["latest", "step-10"]
-    assert os.readlink(tmp_path / "latest") == "step-10"
-    want = on_threads(3, lambda ranks: write_checkpoint(what, ranks=ranks, write=_fail_on_rank_1(ranks.rank)))
-    assert [str(error) for error in errors] == [str(error) for error in want]
-    assert "rank 1: OSError: [Errno 28] No space left on device: 'rank1'. 300 bytes of about 1,000" in str(errors[0])
-    assert "The other checkpoints are untouched: step-10" in str(errors[0])
-
-
-def test_all_ranks_hear_of_a_failure_between_two_saves(tmp_path: Path) -> None:
-    def watch(ranks: Ranks, saver: BackgroundSaver) -> None:
-        saver.check()
-        saver.save(save_of(tmp_path, 1), write=lambda folder, files: (folder / str(ranks.rank)).touch())
-        saver.wait()
-        saver.watch()
-        saver.check()
-        saver.save(save_of(tmp_path, 2), write=_fail_on_rank_1(ranks.rank))
+def _notice(saver: Saver, how: str) -> None:
+    if how == "between two saves":
         assert saver._thread is not None
         saver._thread.join(WAIT_S)
         saver.watch()
         saver.check()
+    elif how == "at the next save":
+        saver.save(replace(saver._save, step=30), write=_fail_on_rank_1(0))
+    else:
+        saver.wait()
 
-    for error in on_saving_threads(2, watch):
-        assert isinstance(error, CheckpointWriteError)
-        assert "step-2 could not be saved" in str(error)
-    assert entries(tmp_path) == ["latest", "step-1"]
 
+@pytest.mark.parametrize("how", ["at the end", "at the next save", "between two saves"])
+@pytest.mark.requirement("R-CKPT-10")
+def test_an_error_is_raised_once_on_all_ranks_alike_as_a_save_in_the_foreground_raises_it(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipe.checkpoint.commit.free_bytes", lambda path: 12_345)
+    what = save_of(tmp_path, 20, expected_bytes=1_000)
 
-@pytest.mark.parametrize("how", ["waited for", "watched"])
-def test_an_error_is_reported_once(how: str, tmp_path: Path) -> None:
-    saver = one_rank_saver()
-    saver.save(save_of(tmp_path, 1), write=_fail_on_rank_1(1))
-    assert saver._thread is not None
-    saver._thread.join(WAIT_S)
-    saver.watch()
-    report = saver.wait if how == "waited for" else saver.check
-    with pytest.raises(CheckpointWriteError, match="step-1 could not be saved"):
-        report()
-    report()
+    def in_background(ranks: Ranks, saver: Saver) -> str:
+        saver.check()
+        saver.save(save_of(tmp_path, 10), write=lambda folder, files: (folder / str(ranks.rank)).touch())
+        saver.wait()
+        saver.watch()
+        saver.check()
+        saver.save(what, write=_fail_on_rank_1(ranks.rank))
+        with pytest.raises(CheckpointWriteError) as caught:
+            _notice(saver, how)
+        saver.wait()
+        return str(caught.value)
+
+    errors = on_saving_threads(3, in_background)
+    assert entries(tmp_path) == ["latest", "step-10"]
+    assert os.readlink(tmp_path / "latest") == "step-10"
+    want = on_threads(3, lambda ranks: Saver(ranks).save(what, write=_fail_on_rank_1(ranks.rank)))
+    assert errors == [str(error) for error in want]
+    assert "rank 1: OSError: [Errno 28] No space left on device: 'rank1'. 300 bytes of about 1,000" in errors[0]
+    assert "The other checkpoints are untouched: step-10" in errors[0]
 
 
 def test_a_group_that_breaks_down_in_the_background_is_a_failed_save(tmp_path: Path) -> None:
@@ -161,7 +135,7 @@ def test_a_group_that_breaks_down_in_the_background_is_a_failed_save(tmp_path: P
         def first(self, value: object) -> Any:
             raise RuntimeError("connection closed by peer")
 
-    saver = BackgroundSaver(OneRank(), background=Broken())
+    saver = Saver(OneRank(), background=Broken())
     saver.save(save_of(tmp_path, 3), write=lambda folder, files: files.write(folder / "a", Path.touch))
     why = rf"step-3 could not be saved in {tmp_path}: rank 0: RuntimeError: connection closed by peer\. .* removed\."
     with pytest.raises(CheckpointWriteError, match=why):
@@ -201,12 +175,12 @@ def test_a_rank_that_waits_alone_is_told_who_is_missing(tmp_path: Path) -> None:
             raise RanksMissingError(purpose)
 
     with pytest.raises(RanksMissingError):
-        BackgroundSaver(Alone(), background=OneRank()).wait()
+        Saver(Alone(), background=OneRank()).wait()
     assert told == ["waiting for the save in the background, 300 s"]
 
 
 def test_what_cannot_be_copied_fails_the_save_and_leaves_no_rank_behind(tmp_path: Path) -> None:
-    def save(ranks: Ranks, saver: BackgroundSaver) -> None:
+    def save(ranks: Ranks, saver: Saver) -> None:
         def write(folder: Path, files: Files) -> None:
             files.write_state(folder / str(ranks.rank), open if ranks.rank else threading.Lock(), torch.save)
             ranks.barrier()  # a collective of the writer's own
@@ -257,13 +231,6 @@ def test_leaving_waits_for_the_save_and_an_error_of_training_is_not_hidden_by_on
         assert notes[0].startswith(f"a save in the background had failed, too: step-2 could not be saved in {tmp_path}")
 
 
-def saved_and_loaded(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @pytest.fixture
 def state() -> dict[str, Any]:
     flat = torch.arange(12, dtype=torch.float32)
@@ -280,24 +247,22 @@ def state() -> dict[str, Any]:
     }
 
 
-def test_it_equals_what_torch_save_writes(state: dict[str, Any]) -> None:
-    got, want = restore_snapshot(take_snapshot(state)), saved_and_loaded(state)
-    assert repr(got) == repr(want)
-    for name in ("tied", "frozen", "empty", "scalar", "bytes"):
-        assert type(got[name]) is type(want[name])
-        assert (got[name].dtype, got[name].requires_grad) == (want[name].dtype, want[name].requires_grad)
-    assert got["module"]["b"].stride() == (1, 2)
-    assert got["module"]._metadata == {"version": 1}
-
-
-def test_later_changes_do_not_reach_it(state: dict[str, Any]) -> None:
-    want = repr(state)
+def test_it_equals_what_torch_save_writes_at_that_moment(state: dict[str, Any]) -> None:
+    file = io.BytesIO()
+    torch.save(state, file)
     snapshot = take_snapshot(state)
     state["module"]["a"].fill_(-1)
     state["frozen"].fill_(-1)
     state["groups"][0]["params"].append(2)
     state["groups"][0]["lr"] = 0.0
-    assert repr(restore_snapshot(snapshot)) == want
+    file.seek(0)
+    got, want = restore_snapshot(snapshot), torch.load(file, weights_only=False)
+    assert repr(got) == repr(want) != repr(state)
+    for name in ("tied", "frozen", "empty", "scalar", "bytes"):
+        assert type(got[name]) is type(want[name])
+        assert (got[name].dtype, got[name].requires_grad) == (want[name].dtype, want[name].requires_grad)
+    assert got["module"]["b"].stride() == (1, 2)
+    assert got["module"]._metadata == {"version": 1}
 
 
 def test_a_storage_that_several_tensors_share_is_copied_once(state: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from modeling.auxiliary import TokenSums
 from modeling.config import GatherMoeConfig
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.native_files import open_training_state
-from recipe.checkpoint.whole import write_whole
+from recipe.checkpoint.reshard import reshard
+from recipe.checkpoint.training_state import write_whole
 from recipe.train.metrics import StepMeter, combine_ranks
 from recipe.train.resume import merge_rank_states
 from tests.engine_runs import Case, start_engine, train_steps
@@ -32,24 +33,30 @@ from tests.resuming import (
     make_source,
     resume,
 )
+from tests.saves import entries
 from tests.states import state_of
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
 BF16 = Case(bf16=True)
 ONE, DP, TP, BOTH, WIDE = Case(), Case(dp=2), Case(tp=2, ep=2), Case(dp=2, tp=2, ep=2), Case(tp=4, ep=4)
+TP1, BOTH1, WIDE1, WIDE2 = (case._replace(ep=ep) for case, ep in ((TP, 1), (BOTH, 1), (WIDE, 1), (WIDE, 2)))
+# Rows of a vocabulary of 51 do not divide evenly over the ranks.
+ODD: dict[str, Any] = {"vocab_size": 51}
+TIED = ODD | {"tie_word_embeddings": True, "qk_norm": "full", "score_function": "softmax"}
+FROZEN = (r"layers\.1\..*(experts|norm)", "embed_tokens")
 # Between them all pairs of layouts, of stages, and of whole experts and slices of them.
-PAIRS = [
-    (ONE._replace(stage=2), [(ONE, 1), (DP, 2), (TP._replace(ep=1), 3), (BOTH, 0), (WIDE, 1)]),
-    (DP._replace(stage=3), [(ONE, 0), (DP, 1), (TP, 2), (BOTH._replace(ep=1), 1), (WIDE._replace(ep=1), 2)]),
-    (TP._replace(stage=1), [(ONE, 3), (DP, 3), (TP._replace(ep=1), 1), (BOTH, 2), (WIDE._replace(ep=2), 3)]),
-    (BOTH._replace(ep=1, stage=2, accumulation=2), [(ONE, 2), (DP, 1), (TP, 3), (BOTH, 1), (WIDE._replace(ep=1), 2)]),
-    (WIDE._replace(stage=3, accumulation=3), [(ONE, 1), (DP, 3), (TP._replace(ep=1), 0), (BOTH, 3), (WIDE, 2)]),
-    (BOTH._replace(stage=0), [(ONE, 3), (WIDE._replace(ep=2), 0)]),
+PAIRS: list[tuple[Case, list[tuple[Case, int]], dict[str, Any], tuple[str, ...]]] = [
+    (ONE._replace(stage=2), [(ONE, 1), (DP, 2), (TP1, 3), (BOTH, 0), (WIDE, 1)], {}, ()),
+    (DP._replace(stage=3), [(ONE, 0), (DP, 1), (TP, 2), (BOTH1, 1), (WIDE1, 2)], ODD, FROZEN),
+    (TP._replace(stage=1), [(ONE, 3), (DP, 3), (TP1, 1), (BOTH, 2), (WIDE2, 3)], TIED, ()),
+    (BOTH1._replace(stage=2, accumulation=2), [(ONE, 2), (DP, 1), (TP, 3), (BOTH, 1), (WIDE1, 2)], ODD, FROZEN),
+    (WIDE._replace(stage=3, accumulation=3), [(ONE, 1), (DP, 3), (TP1, 0), (BOTH, 3), (WIDE, 2)], TIED, ()),
+    (BOTH._replace(stage=0), [(ONE, 3), (WIDE2, 0)], {}, ()),
 ]
 
 
 def test_the_pairs_are_all_pairs_of_layouts_stages_and_shares_of_experts() -> None:
-    pairs = [(source, layout._replace(stage=stage)) for source, targets in PAIRS for layout, stage in targets]
+    pairs = [(source, layout._replace(stage=stage)) for source, targets, *_ in PAIRS for layout, stage in targets]
     layouts = {(case.dp, case.tp) for case in (ONE, DP, TP, BOTH, WIDE)}
     assert {((a.dp, a.tp), (b.dp, b.tp)) for a, b in pairs} == set(product(layouts, repeat=2))
     stages = {(a.stage, b.stage) for a, b in pairs}
@@ -59,22 +66,31 @@ def test_the_pairs_are_all_pairs_of_layouts_stages_and_shares_of_experts() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "targets"), PAIRS, ids=lambda value: str(value) if isinstance(value, Case) else "")
-@pytest.mark.requirement("R-CKPT-08")
-def test_any_layout_goes_on_in_any_other(tmp_path: Path, source: Case, targets: list[tuple[Case, int]]) -> None:
-    check_targets(make_source(tmp_path, source), [layout._replace(stage=stage) for layout, stage in targets])
+@pytest.mark.parametrize(
+    ("source", "targets", "changes", "frozen"), PAIRS, ids=lambda value: str(value) if isinstance(value, Case) else ""
+)
+@pytest.mark.requirement("R-CKPT-13", "R-CKPT-08")
+def test_any_layout_goes_on_in_any_other(
+    tmp_path: Path, source: Case, targets: list[tuple[Case, int]], changes: dict[str, Any], frozen: tuple[str, ...]
+) -> None:
+    made = make_source(tmp_path, source, config=config_of(**changes), frozen=frozen)
+    held = made.by_rank[0].held
+    assert ("lm_head.weight" in held["weight"]) == (changes is not TIED)
+    assert ("model.embed_tokens.weight" in held["exp_avg"]) == (frozen is not FROZEN)
+    check_targets(made, [layout._replace(stage=stage) for layout, stage in targets], frozen=frozen)
 
 
-TO_ANY = [BF16._replace(dp=2, stage=1), BF16._replace(tp=4, ep=4, stage=2), BF16._replace(dp=2, tp=2, ep=2, stage=3)]
+BF16_1, BF16_2, BF16_3 = BF16._replace(dp=2, stage=1), BF16._replace(tp=4, ep=4, stage=2), BF16._replace(dp=2, stage=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "targets"),
     [
-        (BF16._replace(dp=2, tp=2, ep=2, stage=1), [*TO_ANY, Case(stage=2)]),  # which is DeepSpeed's BF16_Optimizer
-        (BF16._replace(dp=2, stage=2), [*TO_ANY, Case(stage=2)]),
-        (BF16._replace(tp=2, stage=3), [*TO_ANY, Case(stage=2)]),
+        # From and to every stage in bf16, of which the first is DeepSpeed's BF16_Optimizer; from and to float32.
+        (BF16._replace(dp=2, tp=2, ep=2, stage=1), [BF16_1, BF16_2, Case(stage=2)]),
+        (BF16._replace(dp=2, stage=2), [BF16_3, Case(stage=2)]),
+        (BF16._replace(tp=2, stage=3), [BF16_1, Case(stage=2)]),
         (Case(dp=2, stage=1), [BF16._replace(tp=2, ep=2, stage=stage) for stage in (1, 2, 3)]),
     ],
     ids=lambda value: str(value) if isinstance(value, Case) else "",
@@ -84,28 +100,6 @@ def test_one_precision_goes_on_in_another_from_the_optimizers_own_numbers(
     tmp_path: Path, source: Case, targets: list[Case]
 ) -> None:
     check_targets(make_source(tmp_path, source), targets, tolerance=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.requirement("R-CKPT-13")
-def test_tied_embeddings_and_full_width_norms_go_on(tmp_path: Path, stage: int) -> None:
-    config = config_of(tie_word_embeddings=True, qk_norm="full", score_function="softmax", vocab_size=51)
-    source = make_source(tmp_path, Case(tp=2, ep=2, stage=stage), config=config)
-    assert "lm_head.weight" not in source.by_rank[0].held["weight"]
-    check_targets(source, [Case(stage=3 - stage), Case(tp=4, ep=2, stage=4 - stage)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_frozen_parameters_go_on_frozen(tmp_path: Path, stage: int) -> None:
-    # Rows of a vocabulary of 51 do not divide evenly over the ranks.
-    config, frozen = config_of(vocab_size=51), (r"\.experts\.", "embed_tokens", r"layers\.1\..*norm")
-    source = make_source(tmp_path, Case(dp=2, tp=2, ep=2, stage=stage), config=config, frozen=frozen)
-    assert source.by_rank[0].held["weight"].keys() > source.by_rank[0].held["exp_avg"].keys()
-    check_targets(source, [Case(stage=0), Case(dp=2, stage=4 - stage), Case(tp=4, ep=1, stage=2)], frozen=frozen)
-    ((error,),) = run_ranks(refusals, 1, [(source.checkpoint, config)])
-    assert re.match("ValueError: 9 parameters are to be trained that were frozen when .*; freeze them again, or", error)
 
 
 def resume_beside(
@@ -189,7 +183,7 @@ def bytes_read(rank: int, world_size: int, config: GatherMoeConfig, stages: list
 
 @pytest.mark.slow
 def test_every_rank_reads_only_what_it_keeps() -> None:
-    config, dp = config_of(), 4
+    config, dp = config_of(), 2
     state = state_of(config)
     names = [name for name in state.shapes() if len(state.kinds(name)) == 3]
     trained = sum(state.tensors[f"weight/{name}"].nbytes for name in names)
@@ -200,23 +194,25 @@ def test_every_rank_reads_only_what_it_keeps() -> None:
     assert of_stage_3 == dp * buffers + 3 * trained
 
 
-def refusals(rank: int, world_size: int, tries: list[tuple[Checkpoint, GatherMoeConfig]]) -> list[str]:
+def refusals(rank: int, world_size: int, tries: list[tuple[Checkpoint, GatherMoeConfig, Any]]) -> list[str]:
     from recipe.shared.errors import CheckpointBrokenError
 
     errors = []
-    for checkpoint, config in tries:
+    for checkpoint, config, options in tries:
         with pytest.raises((ValueError, CheckpointBrokenError)) as caught:
-            resume(rank, world_size, checkpoint, config, [Case(stage=1)], {})
+            resume(rank, world_size, checkpoint, config, [Case(stage=1)], options)
         errors.append(f"{caught.type.__name__}: {caught.value}")
     return errors
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    (checkpoint, config, _, _), folder = make_source(tmp_path, Case(stage=2)), re.escape(str(tmp_path))
+    frozen, folder = {"frozen": FROZEN}, re.escape(str(tmp_path))
+    checkpoint, config, _, _ = make_source(tmp_path, Case(stage=2), **frozen)
     tries = [
-        (checkpoint._replace(details=checkpoint.details | {"dp": 2}), config),
-        (checkpoint, config_of(num_hidden_layers=4, vocab_size=51)),
-        (checkpoint, config_of(num_hidden_layers=2, vocab_size=51)),
+        (checkpoint._replace(details=checkpoint.details | {"dp": 2}), config, frozen),
+        (checkpoint, config_of(num_hidden_layers=4, vocab_size=51), frozen),
+        (checkpoint, config_of(num_hidden_layers=2, vocab_size=51), frozen),
+        (checkpoint, config, {}),
     ]
     (errors,) = run_ranks(refusals, 1, tries)
     for error, match in zip(
@@ -225,6 +221,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
             rf"CheckpointBrokenError: {folder}/ranks/rank-00001\.pt: missing",
             rf"CheckpointBrokenError: {folder}: its tensors are not those of the model: 12 are missing \['model\.",
             r"of the model: 0 are missing \[\], 12 are unexpected \['model.*, 2 are of another shape \['lm_head",
+            "ValueError: 7 parameters are to be trained that were frozen when .*; freeze them again, or begin",
         ],
         strict=True,
     ):
@@ -298,40 +295,44 @@ def layout_flags(folder: Path, *, tp: int, stage: int, accumulation: int = 1, ba
     return write_ds_config(folder, **ds_config) | sizes
 
 
-def check_curves(run: Path, straight: Path) -> None:
+def check_curves(run: Path, straight: Path, *, steps: set[int]) -> None:
+    """Hold the lines of these steps, and the evaluation of the last one, against those of the straight run."""
     want, got = read_metrics(straight), read_metrics(run)
-    assert got.keys() == want.keys()
-    for step, line in want.items():
+    assert got.keys() == steps
+    for step, line in got.items():
         for key in EXACT:
-            assert got[step][key] == line[key], (step, key)
+            assert line[key] == want[step][key], (step, key)
         for key in CLOSE:
-            assert got[step][key] == pytest.approx(line[key], abs=1e-5), (step, key)
-    evaluated = [read_metrics(folder, key="eval_loss") for folder in (run, straight)]
-    assert {step: line["eval_loss"] for step, line in evaluated[0].items()} == pytest.approx(
-        {step: line["eval_loss"] for step, line in evaluated[1].items()}, abs=1e-5
-    )
+            assert line[key] == pytest.approx(want[step][key], abs=1e-5), (step, key)
+    evaluated = [read_metrics(folder, key="eval_loss")[max(steps)]["eval_loss"] for folder in (run, straight)]
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.requirement("R-CKPT-08")
 def test_a_run_goes_on_twice_in_other_layouts(tmp_path: Path) -> None:
-    """Saved in the middle of a log line both times; the routers' jitter goes on with the stream of tokens."""
-    flags = write_inputs(tmp_path) | {"max_steps": 9, "save_steps": 3, "logging_steps": 2, "hf_save": "never"}
+    """Saved in the middle of a log line both times; the routers' jitter goes on with the stream of tokens.
+
+    The second time it goes on from whole tensors, in an output folder of its own.
+    """
+    flags = write_inputs(tmp_path) | {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "hf_save": "never"}
     flags |= {"router_jitter_noise": 0.1, "balance_bias_update_rate": 0.01, "learning_rate": 1e-3}
-    first = flags | layout_flags(tmp_path, tp=2, stage=2)
-    straight, run = {"output_dir": tmp_path / "straight"}, {"output_dir": tmp_path / "run"}
-    run_ranks(train_on_ranks, 4, first | straight | {"save_steps": 0})
-    run_ranks(train_on_ranks, 4, first | run)
-    going_on = flags | run | {"resume_from_checkpoint": "auto"}
-    checkpoints = tmp_path / "run" / "checkpoints"
-    for lost in (6, 9):
-        shutil.rmtree(checkpoints / f"step-{lost}")
-    _, said = run_ranks(train_on_ranks, 4, going_on | layout_flags(tmp_path, tp=4, stage=3, accumulation=2))[0]
+    straight, run, out = tmp_path / "straight", tmp_path / "run", tmp_path / "whole"
+    run_ranks(train_on_ranks, 4, flags | layout_flags(tmp_path, tp=2, stage=2) | {"output_dir": straight})
+    shutil.copytree(straight, run, symlinks=True)
+    for lost in (4, 6):
+        shutil.rmtree(run / "checkpoints" / f"step-{lost}")
+    flags |= {"resume_from_checkpoint": "auto"}
+    _, said = run_ranks(train_on_ranks, 4, flags | layout_flags(tmp_path, tp=4, stage=3, accumulation=2))[0]
     assert any("resuming dp=2 tp=2 ep=2 ZeRO-2 fp32 as dp=1 tp=4 ep=4 ZeRO-3 fp32: weights" in line for line in said)
-    shutil.rmtree(checkpoints / "step-9")
-    _, said = run_ranks(train_on_ranks, 1, going_on | layout_flags(tmp_path, tp=1, stage=0, accumulation=4, batch=1))[0]
-    assert any("resuming dp=1 tp=4 ep=4 ZeRO-3 fp32 as dp=1 tp=1 ep=1 ZeRO-0 fp32" in line for line in said)
-    check_curves(tmp_path / "run", tmp_path / "straight")
+    check_curves(run, straight, steps={3, 6})
+    reshard(run / "checkpoints" / "step-4", out=out, say=said.append)
+    assert entries(out) == ["expert_counts.json", "manifest.json", "ranks", "whole"]
+    flags |= {"resume_from_checkpoint": out, "output_dir": tmp_path / "on"}
+    _, said = run_ranks(train_on_ranks, 1, flags | layout_flags(tmp_path, tp=1, stage=0, accumulation=4, batch=1))[0]
+    assert f"resuming from {out}" in said
+    assert any("resuming whole tensors as dp=1 tp=1 ep=1 ZeRO-0 fp32" in line for line in said)
+    check_curves(tmp_path / "on", straight, steps={6})
 
 
 def test_another_number_of_sequences_per_step_is_said_and_the_position_goes_on(tmp_path: Path) -> None:

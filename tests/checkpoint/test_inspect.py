@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.checkpoint.inspect_checkpoint import scan_values
+from recipe.checkpoint.inspect_checkpoint import Values, scan_values
 from recipe.cli import main
 from tests.referee import tiny_config
 from tests.states import MemoryState, details_of, save_whole, seal, state_of
@@ -116,18 +116,7 @@ def test_values_are_looked_at_where_that_is_asked(saved: Path, capsys: Capture) 
 def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
     nan, inf = float("nan"), float("inf")
     state = MemoryState({"weight/a": torch.tensor([[3.0, nan], [inf, -4.0]]), "weight/b": torch.tensor([nan, nan])})
-    assert scan_values(state, piece_bytes=8)["weight"] == (2, 6, 3 + 1, 5.0, -4.0, 3.0)
-
-
-def test_a_broken_checkpoint_is_described_and_then_an_error(run: Path, capsys: Capture) -> None:
-    folder = run / "checkpoints" / "step-6"
-    path = folder / "ranks" / "file"
-    path.write_bytes(b"\1" + bytes(1535))
-    code, out, err = inspect(capsys, folder)
-    assert (code, err) == (12, f"gather-moe inspect: {path}: {CHANGED}\n")
-    assert out.splitlines()[-1] == f"health      broken: {path}: {CHANGED}"
-    assert inspect_json(capsys, folder, "--values")["checkpoint"]["faults"] == [f"{path}: {CHANGED}"]
-    assert inspect(capsys, folder, "--no-checksums")[0] == 0
+    assert scan_values(state, piece_bytes=8)["weight"] == Values(2, 6, 3 + 1, 5.0, -4.0, 3.0)
 
 
 def test_many_faults_are_counted(run: Path, capsys: Capture) -> None:
@@ -164,11 +153,17 @@ def test_broken_ones_in_a_run_folder_are_passed_over(run: Path, capsys: Capture)
     ]
 
 
-def test_contents_that_changed_are_in_the_table_and_say_why_the_newest_is_passed_over(
+def test_contents_that_changed_are_an_error_and_say_why_the_newest_of_a_run_is_passed_over(
     run: Path, capsys: Capture
 ) -> None:
-    path = run / "checkpoints" / "step-6" / "ranks" / "file"
+    folder = run / "checkpoints" / "step-6"
+    path = folder / "ranks" / "file"
     path.write_bytes(b"\1" + bytes(1535))
+    code, out, err = inspect(capsys, folder)
+    assert (code, err) == (12, f"gather-moe inspect: {path}: {CHANGED}\n")
+    assert out.splitlines()[-1] == f"health      broken: {path}: {CHANGED}"
+    assert inspect_json(capsys, folder, "--values")["checkpoint"]["faults"] == [f"{path}: {CHANGED}"]
+    assert inspect(capsys, folder, "--no-checksums")[0] == 0
     code, out, _ = inspect(capsys, run)
     assert code == 0, "there is a complete one"
     _, older, newest, empty, *rest = out.splitlines()

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.checkpoint.background import open_saver
-from recipe.checkpoint.commit import Save
+from recipe.checkpoint.commit import Save, open_saver
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.find import find_checkpoint
 from recipe.checkpoint.run_folder import claim_run_folder
@@ -69,9 +68,8 @@ def run_until_killed(root: Path, *, world_size: int, whom: str, moments: random.
     return int(said[0].removeprefix("from ")), int(said[-1])
 
 
-@pytest.mark.parametrize(
-    ("world_size", "whom"), [(3, "one rank"), slow(3, "all ranks"), slow(1, "all ranks")], ids=lambda value: str(value)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "whom"), [(3, "one rank"), (3, "all ranks"), (1, "all ranks")])
 @pytest.mark.requirement("R-CKPT-01")
 def test_killed_at_twenty_random_moments_of_their_saves(world_size: int, whom: str, tmp_path: Path) -> None:
     moments = random.Random(5)

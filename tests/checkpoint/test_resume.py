@@ -1,6 +1,7 @@
 """Whole runs and their saves: resumed bitwise, in the background, cut short by faults, and the last one of all."""
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -8,6 +9,8 @@ import re
 import shutil
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -45,10 +48,8 @@ TIED = {"config_overrides": "tie_word_embeddings=true"}
     [
         (1, {}, {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
         slow(4, zero(1), {**FOUR, "bf16": True}),
-        slow(4, zero(2), FOUR),
-        slow(4, zero(3), {**FOUR, "bf16": True}),
-        slow(2, zero(2), TIED),
-        slow(2, zero(3), TIED),
+        slow(4, zero(2), {**FOUR, **TIED}),
+        slow(4, zero(3), {**FOUR, **TIED, "bf16": True}),
     ],
 )
 @pytest.mark.requirement("R-CKPT-03", "R-CKPT-13")
@@ -61,42 +62,25 @@ def test_ranks_resume_bitwise(
 
 @pytest.mark.slow
 @pytest.mark.requirement("R-DATA-02")
-def test_a_second_resume_goes_on_from_the_first(tmp_path: Path) -> None:
-    flags = write_inputs(tmp_path) | {"save_steps": 2}
-    straight, stopped = {"output_dir": tmp_path / "straight"}, {"output_dir": tmp_path / "stopped"}
-    run_ranks(train_on_ranks, 2, flags | straight)
-    run_ranks(train_on_ranks, 2, flags | stopped)
-    for lost in ([4, 6], [6]):
+def test_a_second_resume_goes_on_from_the_first_and_saving_changes_no_number(tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path) | {"max_steps": 5, "hf_save": "never"}
+    run_ranks(train_on_ranks, 2, flags | {"output_dir": tmp_path / "straight", "save_strategy": "no"})
+    flags |= {"output_dir": tmp_path / "stopped", "save_steps": 2}
+    run_ranks(train_on_ranks, 2, flags)
+    for lost in ([4, 5], [5]):
         for step in lost:
             shutil.rmtree(tmp_path / "stopped" / "checkpoints" / f"step-{step}")
-        run_ranks(train_on_ranks, 2, flags | stopped | {"resume_from_checkpoint": "auto"})
+        run_ranks(train_on_ranks, 2, flags | {"resume_from_checkpoint": "auto"})
     want, got = read_metrics(tmp_path / "straight"), read_metrics(tmp_path / "stopped")
     assert {step: untimed(line) for step, line in got.items()} == {step: untimed(line) for step, line in want.items()}
 
 
-def test_another_set_up_is_refused_with_everything_that_differs(tmp_path: Path) -> None:
-    flags = write_inputs(tmp_path) | {"save_steps": 3}
-    run_ranks(train_on_ranks, 1, flags)
-    changed = {
-        "train_vocab_size": 304,
-        "block_size": 8,
-        "seed": 7,
-        "config_overrides": "num_experts_per_tok=1,rms_norm_eps=1e-5",
-    }
-    with pytest.raises(RankError, match="saved by another set-up") as caught:
-        run_ranks(train_on_ranks, 1, flags | changed | {"resume_from_checkpoint": "auto"})
-    for line in (
-        "block_size: 16 then, 8 now",
-        "seed: 42 then, 7 now",
-        "model.num_experts_per_tok: 2 then, 1 now",
-        "model.rms_norm_eps: 1e-06 then, 1e-05 now",
-    ):
-        assert f"  - {line}" in str(caught.value)
-    assert re.search(r"  - data: \['tokens-.*'\] then, \['tokens-.*'\] now", str(caught.value))
+def draw() -> list[float]:
+    return [random.random(), float(np.random.random()), torch.rand(1).item()]
 
 
-def resume_with_other_settings(rank: int, world_size: int, folder: Path, stage: int) -> tuple[Any, float]:
-    """Save, build a new engine with other settings, load; what the optimizer then works with."""
+def save_and_load(rank: int, world_size: int, folder: Path, stage: int) -> tuple[Any, ...]:
+    """Save, build a new engine with other settings, load; draws after both, and what the optimizer then works with."""
     from recipe.checkpoint.native import load_native, save_native
 
     config, case = tiny_config(), Case(dp=2, stage=stage)
@@ -104,102 +88,82 @@ def resume_with_other_settings(rank: int, world_size: int, folder: Path, stage: 
     batches = make_micro_batches(config, case, step=0, dp_rank=engine.mesh.dp_rank)
     engine.accumulate(batches, counts=engine.count(batches))
     engine.update(learning_rate=1e-3)
-    save_native(engine, folder, rank_state={})
-    other = start_engine(config, full_state(config), case, max_grad_norm=0.01)
-    for group in other.ds.optimizer.param_groups:
-        group.update(betas=(0.5, 0.6), weight_decay=0.7)
-    load_native(other, folder)
-    groups = [(g["betas"], g["weight_decay"]) for g in other.ds.optimizer.param_groups]
-    other.accumulate(batches, counts=other.count(batches))
-    return groups, other.update(learning_rate=1.0)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_settings_of_the_resumed_run_hold_not_those_of_the_saved_one(tmp_path: Path, stage: int) -> None:
-    for groups, norm in run_ranks(resume_with_other_settings, 2, tmp_path, stage):
-        assert groups == [((0.5, 0.6), 0.7)] * 2
-        assert norm > 0.01, "the norm before clipping"
-
-
-@pytest.mark.requirement("R-CKPT-09")
-def test_random_states_are_restored_per_rank(tmp_path: Path) -> None:
-    draws = run_ranks(draw_save_draw_restore_draw, 2, tmp_path)
-    for before, after in draws:
-        assert before == after
-    assert draws[0][0] != draws[1][0]
-
-
-def draw_save_draw_restore_draw(rank: int, world_size: int, folder: Path) -> tuple[list[float], list[float]]:
-    from recipe.checkpoint.native import load_native, save_native
-
-    def draw() -> list[float]:
-        return [random.random(), float(np.random.random()), torch.rand(1).item()]
-
-    config = tiny_config()
-    engine = start_engine(config, full_state(config), Case(dp=2, stage=2))
     random.seed(rank)
     np.random.seed(rank)
     torch.manual_seed(rank)
     save_native(engine, folder, rank_state={"mark": rank})
     before = draw()
+    other = start_engine(config, full_state(config), case, max_grad_norm=0.01)
+    for group in other.ds.optimizer.param_groups:
+        group.update(betas=(0.5, 0.6), weight_decay=0.7)
     draw()
-    assert load_native(engine, folder) == {"mark": rank}
-    return before, draw()
+    assert load_native(other, folder) == {"mark": rank}
+    after = draw()
+    groups = [(g["betas"], g["weight_decay"]) for g in other.ds.optimizer.param_groups]
+    other.accumulate(batches, counts=other.count(batches))
+    return before, after, groups, other.update(learning_rate=1.0)
 
 
-TIMED_FILES = ("manifest.json",)  # the rank files hold the seconds of an unfinished log line, it their checksums
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.requirement("R-CKPT-09")
+def test_random_states_are_restored_per_rank_and_the_settings_of_the_resumed_run_hold(
+    tmp_path: Path, stage: int
+) -> None:
+    by_rank = run_ranks(save_and_load, 2, tmp_path, stage)
+    for before, after, groups, norm in by_rank:
+        assert before == after
+        assert groups == [((0.5, 0.6), 0.7)] * 2
+        assert norm > 0.01, "the norm before clipping"
+    assert by_rank[0][0] != by_rank[1][0]
+
+
 WAIT_S = 30.0
 
 
-def train_ahead_of_the_files(rank: int, world_size: int, flags: Flags, *, steps: int) -> Any:
-    """Files of a save wait until training is `steps` steps further, or over; how many saves had been waited for."""
-    from recipe.checkpoint.files import WriteLater
+@contextmanager
+def before_every_update(act: Callable[[int], None]) -> Iterator[None]:
+    """Call `act` with the number of each step of this process, counted from 1, before its weights change."""
     from recipe.engine.engine import Engine
 
-    update, finish, hold = Engine.update, WriteLater.finish, WriteLater.hold
-    taken = threading.Condition()
-    num_steps = 0
+    update, numbers = Engine.update, itertools.count(1)
 
     def updating(self: Engine, **kwargs: Any) -> float:
-        nonlocal num_steps
-        norm = update(self, **kwargs)
-        with taken:
-            num_steps += 1
-            taken.notify_all()
-        return norm
+        act(next(numbers))
+        return update(self, **kwargs)
+
+    with patch.object(Engine, "update", updating):
+        yield
+
+
+def train_ahead_of_the_files(rank: int, world_size: int, flags: Flags) -> Any:
+    """Files of a save wait until training has taken a step more and begun another, or begun its last one."""
+    from recipe.checkpoint.files import WriteLater
+
+    finish, hold = WriteLater.finish, WriteLater.hold
+    begun = threading.Condition()
+    num_begun = 0
+
+    def begin(number: int) -> None:
+        nonlocal num_begun
+        with begun:
+            num_begun = number
+            begun.notify_all()
 
     def holding(self: WriteLater) -> None:
-        self.goal = min(num_steps + steps, flags["max_steps"])  # type: ignore[attr-defined]
+        self.goal = min(num_begun + 2, flags["max_steps"])  # type: ignore[attr-defined]
         hold(self)
 
     def finishing(self: WriteLater) -> None:
-        with taken:
-            assert taken.wait_for(lambda: num_steps >= self.goal, WAIT_S)  # type: ignore[attr-defined]
+        with begun:
+            assert begun.wait_for(lambda: num_begun >= self.goal, WAIT_S)  # type: ignore[attr-defined]
         finish(self)
 
     with (
-        patch.object(Engine, "update", updating),
+        before_every_update(begin),
         patch.object(WriteLater, "hold", holding),
         patch.object(WriteLater, "finish", finishing),
     ):
         return train_on_ranks(rank, world_size, flags)
-
-
-def check_same_checkpoints(folder: Path, *, world_size: int, **changes: Any) -> Flags:
-    flags = write_inputs(folder) | write_ds_config(folder, **changes) | {"save_steps": 2, "save_total_limit": 2}
-    run_ranks(train_on_ranks, world_size, flags | {"output_dir": folder / "foreground" / "run"})
-    run_ranks(train_ahead_of_the_files, world_size, flags | {"async_save": True}, steps=2)
-    for step in (4, 6):
-        want, got = (path / "run" / "checkpoints" / f"step-{step}" for path in (folder / "foreground", folder))
-        verify_checkpoint(got, ranks=OneRank())
-        names = file_sizes(want).keys() - set(TIMED_FILES)
-        assert names == file_sizes(got).keys() - set(TIMED_FILES)
-        assert len(names) > 8
-        for name in sorted(names):
-            assert same_content(want / name, got / name), name
-    names = entries(folder / "run" / "checkpoints")
-    assert names == ["latest", "step-4", "step-6"], "the last save was waited for, and the first one rotated away"
-    return flags
 
 
 @pytest.mark.parametrize(
@@ -215,45 +179,48 @@ def check_same_checkpoints(folder: Path, *, world_size: int, **changes: Any) -> 
 def test_steps_taken_before_the_files_are_written_do_not_reach_them(
     world_size: int, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    flags = check_same_checkpoints(tmp_path, world_size=world_size, **changes)
-    if world_size == 1:
-        return
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
-    _, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
-    assert any("step-4" in line and line.startswith("resuming from") for line in said)
-    want, got = read_metrics(tmp_path / "foreground" / "run"), read_metrics(tmp_path / "run")
-    assert [untimed(line) for line in got.values()] == [untimed(line) for line in want.values()]
+    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, **changes) | {"max_steps": 4, "save_steps": 2}
+    run_ranks(train_on_ranks, world_size, flags | {"output_dir": tmp_path / "foreground" / "run"})
+    run_ranks(train_ahead_of_the_files, world_size, flags | {"async_save": True})
+    assert entries(tmp_path / "run" / "checkpoints") == ["latest", "step-2", "step-4"], "the last save was waited for"
+    for step in (2, 4):
+        want, got = (path / "run" / "checkpoints" / f"step-{step}" for path in (tmp_path / "foreground", tmp_path))
+        verify_checkpoint(got, ranks=OneRank())
+        # Rank files hold the seconds of an unfinished log line, and the manifest their checksums.
+        names = file_sizes(want).keys() - {"manifest.json"}
+        assert names == file_sizes(got).keys() - {"manifest.json"}
+        assert len(names) > (8 if step == 4 else 4)
+        for name in sorted(names):
+            assert same_content(want / name, got / name), name
 
 
 def train_until_told_in_a_save(rank: int, world_size: int, flags: Flags) -> tuple[Any, list[str]]:
     """Rank 0 gets the signal in step 3, while the files of step 2 wait until training waits for them."""
-    from recipe.checkpoint.background import BackgroundSaver
+    from recipe.checkpoint.commit import Saver
     from recipe.checkpoint.files import WriteLater
-    from recipe.engine.engine import Engine
 
-    update, finish, wait = Engine.update, WriteLater.finish, BackgroundSaver.wait
-    waited_for, num_steps = threading.Event(), 0
+    finish, wait = WriteLater.finish, Saver.wait
+    told, waited_for = threading.Event(), threading.Event()
 
-    def updating(self: Engine, **kwargs: Any) -> float:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == 3 and rank == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return update(self, **kwargs)
+    def begin(number: int) -> None:
+        if number == 3:
+            told.set()
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def finishing(self: WriteLater) -> None:
         assert waited_for.wait(WAIT_S)
         finish(self)
 
-    def waiting(self: BackgroundSaver) -> None:
-        if num_steps > 2:
+    def waiting(self: Saver) -> None:
+        if told.is_set():
             waited_for.set()
         wait(self)
 
     with (
-        patch.object(Engine, "update", updating),
+        before_every_update(begin),
         patch.object(WriteLater, "finish", finishing),
-        patch.object(BackgroundSaver, "wait", waiting),
+        patch.object(Saver, "wait", waiting),
     ):
         return train_on_ranks(rank, world_size, flags)
 
@@ -288,21 +255,17 @@ def train_with_a_full_disk(
 
     Step 7 waits for a save of step 6 in the background.
     """
-    from recipe.engine.engine import Engine
     from recipe.shared.errors import CheckpointWriteError
     from recipe.train.log import ProgressBar
 
-    write, update, num_writes, num_steps = torch.save, Engine.update, 0, 0
+    write, num_writes = torch.save, 0
     writers: set[str] = set()
     said: list[str] = []
 
-    def updating(self: Engine, **kwargs: Any) -> float:
-        nonlocal num_steps
-        num_steps += 1
-        for thread in threading.enumerate() if num_steps == 7 else []:
+    def begin(number: int) -> None:
+        for thread in threading.enumerate() if number == 7 else []:
             if thread.name == "saving step-6":
                 thread.join(WAIT_S)
-        return update(self, **kwargs)
 
     def fail_later(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal num_writes
@@ -315,7 +278,7 @@ def train_with_a_full_disk(
 
     with (
         patch.object(torch, "save", fail_later),
-        patch.object(Engine, "update", updating),
+        before_every_update(begin),
         patch.object(ProgressBar, "say", lambda bar, text: said.append(text)),
         pytest.raises(CheckpointWriteError) as caught,
     ):
@@ -370,19 +333,21 @@ def train_and_die_in_the_second_save(rank: int, world_size: int, flags: Flags, *
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["one rank", "all ranks"])
 @pytest.mark.requirement("R-CKPT-01")
-def test_a_training_run_killed_in_a_save_goes_on_from_the_checkpoint_before(whom: str, tmp_path: Path) -> None:
-    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1}) | {"save_steps": 2}
-    with pytest.raises(RankError, match=r"rank \d of 2:\n(the process died with exit code -9|Traceback)"):
-        run_ranks(train_and_die_in_the_second_save, 2, flags, whom=whom)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    assert entries(checkpoints) == [".staging-step-4", "latest", "step-2"]
-    _, said = run_ranks(train_on_ranks, 2, flags | {"resume_from_checkpoint": "auto"})[0]
-    assert f"resuming from {checkpoints / 'step-2'}" in said
+def test_a_training_run_killed_in_a_save_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 1}) | {"save_steps": 2, "max_steps": 4}
     run_ranks(train_on_ranks, 2, flags | {"output_dir": tmp_path / "straight"})
-    want, got = (read_metrics(folder) for folder in (tmp_path / "straight", tmp_path / "run"))
-    assert [line["loss"] for line in got.values()] == [line["loss"] for line in want.values()]
+    want = read_metrics(tmp_path / "straight")
+    for whom in ("one rank", "all ranks"):
+        killed = flags | {"output_dir": tmp_path / whom}
+        with pytest.raises(RankError, match=r"rank \d of 2:\n(the process died with exit code -9|Traceback)"):
+            run_ranks(train_and_die_in_the_second_save, 2, killed, whom=whom)
+        checkpoints = tmp_path / whom / "checkpoints"
+        assert entries(checkpoints) == [".staging-step-4", "latest", "step-2"]
+        _, said = run_ranks(train_on_ranks, 2, killed | {"resume_from_checkpoint": "auto"})[0]
+        assert f"resuming from {checkpoints / 'step-2'}" in said
+        got = read_metrics(tmp_path / whom)
+        assert [line["loss"] for line in got.values()] == [line["loss"] for line in want.values()]
 
 
 ENTROPY = "unigram_entropy_nats"
@@ -402,6 +367,25 @@ def flags(finished: Flags, tmp_path: Path) -> Flags:
     """The same with a copy of the run that is a test's own, from step 2 on without saves in between."""
     shutil.copytree(finished["output_dir"], tmp_path / "run", symlinks=True)
     return finished | {"output_dir": tmp_path / "run", "save_steps": 0, "resume_from_checkpoint": "auto"}
+
+
+def test_another_set_up_is_refused_with_everything_that_differs(flags: Flags) -> None:
+    changed = {
+        "train_vocab_size": 304,
+        "block_size": 8,
+        "seed": 7,
+        "config_overrides": "num_experts_per_tok=1,rms_norm_eps=1e-5",
+    }
+    with pytest.raises(RankError, match="saved by another set-up") as caught:
+        run_ranks(train_on_ranks, 1, flags | changed)
+    for line in (
+        "block_size: 16 then, 8 now",
+        "seed: 42 then, 7 now",
+        "model.num_experts_per_tok: 2 then, 1 now",
+        "model.rms_norm_eps: 1e-06 then, 1e-05 now",
+    ):
+        assert f"  - {line}" in str(caught.value)
+    assert re.search(r"  - data: \['tokens-.*'\] then, \['tokens-.*'\] now", str(caught.value))
 
 
 def folder_of(flags: Flags, step: int) -> Path:
@@ -426,16 +410,12 @@ def test_a_broken_checkpoint_of_the_last_step_is_replaced_and_one_that_is_comple
 
 def train_and_be_told(rank: int, world_size: int, flags: Flags, *, told: bool) -> tuple[Any, list[str]]:
     """SIGTERM in the first step."""
-    from recipe.engine.engine import Engine
 
-    accumulate = Engine.accumulate
-
-    def accumulating(self: Engine, micro_batches: Any, **kwargs: Any) -> Any:
+    def begin(number: int) -> None:
         if told:
             os.kill(os.getpid(), signal.SIGTERM)
-        return accumulate(self, micro_batches, **kwargs)
 
-    with patch.object(Engine, "accumulate", accumulating):
+    with before_every_update(begin):
         return train_on_ranks(rank, world_size, flags)
 
 

@@ -69,9 +69,11 @@ def test_a_used_folder_is_refused_with_the_ways_out(used: Path) -> None:
         f"{used} already holds a run (run.json, metrics.jsonl, checkpoints); continue it with "
         "--resume_from_checkpoint auto, discard it with --overwrite_output_dir, or choose another --output_dir"
     )
-    with pytest.raises(FolderInUseError, match=re.escape(want)):
-        claim(used)
-    claim(used, resume="auto").release()  # the refusal did not keep the lock
+    save(used.parent / "other", 1)
+    for resume in (None, str(used.parent / "other" / "step-1")):
+        with pytest.raises(FolderInUseError, match=re.escape(want)):
+            claim(used, resume=resume)
+    claim(used, resume="auto").release()  # the refusals did not keep the lock
 
 
 @pytest.mark.parametrize("resume", ["auto", "run/checkpoints/step-5", "run/checkpoints/latest", "run"])
@@ -80,12 +82,6 @@ def test_resuming_continues_a_used_folder(resume: str, used: Path, monkeypatch: 
     (used / "checkpoints" / ".staging-step-6").mkdir()
     claim(used, resume=resume).release()
     assert entries(used / "checkpoints") == ["latest", "step-5"], "what a dead run left is removed"
-
-
-def test_resuming_from_elsewhere_does_not_open_a_used_folder(used: Path) -> None:
-    save(used.parent / "other", 1)
-    with pytest.raises(FolderInUseError, match="already holds a run"):
-        claim(used, resume=str(used.parent / "other" / "step-1"))
 
 
 def test_overwriting_deletes_the_old_run_and_nothing_else_once_it_is_asked_to(used: Path) -> None:
@@ -143,19 +139,19 @@ def test_every_rank_is_refused_alike_and_only_rank_0_locks(used: Path) -> None:
 def test_a_disk_that_is_too_small_is_refused_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipe.checkpoint.folders.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     path = tmp_path / "not" / "yet" / "made"
-    assert check_free_space(path, needed_bytes=1 << 20, ranks=OneRank()) == 1 << 20
-    errors = on_threads(2, lambda ranks: check_free_space(path, needed_bytes=3 << 29, ranks=ranks))
+    assert check_free_space(path, needed_bytes=1 << 20, ranks=OneRank(), ways_out="") == 1 << 20
+    errors = on_threads(2, lambda ranks: check_free_space(path, needed_bytes=3 << 29, ranks=ranks, ways_out="tidy up"))
     assert [type(error) for error in errors] == [NotEnoughSpaceError] * 2
     assert str(errors[1]) == (
         f"checkpoints in {path} need about 1,610,612,736 bytes (1.50 GiB), but only 1,048,576 bytes (0.00 GiB) are "
-        "free; free some space, keep fewer checkpoints or choose another output folder"
+        "free; tidy up"
     )
 
 
 @pytest.mark.requirement("R-CKPT-10")
 def test_the_free_space_is_that_of_the_paths_own_disk(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path)
-    got = check_free_space(tmp_path / "new", needed_bytes=0, ranks=OneRank())
+    got = check_free_space(tmp_path / "new", needed_bytes=0, ranks=OneRank(), ways_out="")
     assert abs(got - free.f_bavail * free.f_frsize) < 1 << 30
 
 
@@ -209,11 +205,12 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def test_auto_takes_the_newest_by_step_number(root: Path) -> None:
+def test_auto_takes_the_newest_by_step_number_and_without_a_resume_nothing_is_taken(root: Path) -> None:
     os.utime(root / "step-9", (4e9, 4e9))
     found, said = find(root)
     assert found == Checkpoint(10, root / "step-10", {"step": 10})
     assert said == [f"resuming from {root / 'step-10'}"]
+    assert find(root, None) == (None, [])
 
 
 @pytest.mark.parametrize("reason", DAMAGES)
@@ -238,12 +235,8 @@ def test_a_file_that_cannot_be_read_counts_as_broken(root: Path, monkeypatch: py
         verify_checkpoint(root / "step-10", ranks=OneRank())
 
 
-def test_sizes_alone_can_be_verified_and_several_faults_are_counted(root: Path) -> None:
-    flip_a_bit(root / "step-10")
-    verify_checkpoint(root / "step-10", ranks=OneRank(), checksums=False)
+def test_several_faults_are_counted(root: Path) -> None:
     cut_in_half(root / "step-10")
-    with pytest.raises(CheckpointBrokenError, match=r"5000 bytes instead of 10000$"):
-        verify_checkpoint(root / "step-10", ranks=OneRank(), checksums=False)
     delete_a_file(root / "step-10")
     with pytest.raises(CheckpointBrokenError, match=r"instead of 10000 \(and 1 more of its 2 files are broken\)"):
         verify_checkpoint(root / "step-10", ranks=OneRank())
@@ -263,32 +256,27 @@ def test_every_rank_hears_of_a_fault_that_one_rank_found(root: Path) -> None:
     assert set(said) == {0}
 
 
-@pytest.mark.parametrize("state", ["empty file", "dangling"])
-@pytest.mark.requirement("R-CKPT-01")
-def test_a_bad_latest_does_not_matter_to_auto_and_stops_when_named(state: str, root: Path) -> None:
-    latest = root / "latest"
-    latest.unlink()
-    if state == "empty file":
-        latest.touch()
-    else:
-        latest.symlink_to("step-77")
-    reason = {"empty file": "it is a file, not a folder", "dangling": "it links to step-77, which is gone"}[state]
-    assert find(root)[0].step == 10
-    with pytest.raises(CheckpointMissingError, match=rf"{latest} cannot be resumed from: {reason}"):
-        find(root, str(latest))
-
-
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("given", "latest", "reason"),
     [
-        ("checkpoints/step-11", "step-11 cannot be resumed from: it does not exist"),
-        ("checkpoints/step-10/hf", "it holds neither manifest.json nor any step-N folder"),
+        ("step-11", "step-10", "it does not exist"),
+        ("step-10/hf", "step-10", "it holds neither manifest.json nor any step-N folder"),
+        ("latest", None, "it is a file, not a folder"),
+        ("latest", "step-77", "it links to step-77, which is gone"),
     ],
 )
-@pytest.mark.requirement("R-CKPT-02")
-def test_a_path_without_a_checkpoint_stops(given: str, match: str, root: Path) -> None:
-    with pytest.raises(CheckpointMissingError, match=match):
-        find(root, str(root.parent / given))
+@pytest.mark.requirement("R-CKPT-01", "R-CKPT-02")
+def test_a_path_without_a_checkpoint_stops_and_a_bad_latest_does_not_matter_to_auto(
+    given: str, latest: str | None, reason: str, root: Path
+) -> None:
+    (root / "latest").unlink()
+    if latest is None:
+        (root / "latest").touch()
+    else:
+        (root / "latest").symlink_to(latest)
+    with pytest.raises(CheckpointMissingError, match=f"{root / given} cannot be resumed from: {reason}"):
+        find(root, str(root / given))
+    assert find(root)[0].step == 10
 
 
 @pytest.mark.parametrize("made", [True, False])
@@ -309,18 +297,6 @@ def test_auto_with_only_broken_checkpoints_stops_and_lists_the_reasons(root: Pat
     assert str(caught.value).startswith(f"no checkpoint in {root} is complete:")
     assert "step-9/state.json: missing" in str(caught.value)
     assert "step-10/hf/model.bin: has 5000 bytes instead of 10000" in str(caught.value)
-
-
-@pytest.mark.requirement("R-CKPT-02")
-def test_the_ways_to_fail_have_exit_codes_of_their_own() -> None:
-    kinds = (CheckpointError, CheckpointMissingError, CheckpointBrokenError, NoCompleteCheckpointError)
-    codes = {kind.exit_code for kind in kinds}
-    assert len(codes) == len(kinds)
-    assert not codes & {0, 1, 2}
-
-
-def test_no_resume_starts_afresh_whatever_is_there(root: Path) -> None:
-    assert find(root, None) == (None, [])
 
 
 @pytest.mark.parametrize("given", ["checkpoints/step-10", "checkpoints/latest", "checkpoints", ".", "the-good-one"])

@@ -298,7 +298,7 @@ def test_a_saved_model_comes_back_with_its_biases(tmp_path: Path) -> None:
 def test_one_rank_resumes_biases_and_jitter_bitwise(tmp_path: Path) -> None:
     flags = {"balance_bias_update_rate": 0.01, "router_jitter_noise": 0.1, "logging_steps": 2}
     check_resume(tmp_path, world_size=1, ds_config={}, **flags, config_overrides="score_function=sigmoid")
-    [file] = (tmp_path / "straight" / "checkpoints" / "step-6" / "deepspeed").glob("*model_states.pt")
+    [file] = (tmp_path / "straight" / "checkpoints" / "step-5" / "deepspeed").glob("*model_states.pt")
     saved = torch.load(file, weights_only=False, map_location="cpu")["module"]
     biases = [tensor for name, tensor in saved.items() if name.endswith(NAME)]
     assert len(biases) == 2
