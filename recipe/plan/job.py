@@ -35,7 +35,7 @@ class Job:
     attention_length  l = sum(length^2) / sum(length) of the documents in a block; None: each fills a block
     rho               the busiest rank's expert rows over the mean
     clips_gradients   by their norm over all ranks
-    cuda_graph        blocks are replayed as CUDA graphs, as recipe/settings/execution.py settles it
+    cuda_graph        blocks are replayed as CUDA graphs, as recipe/settings/parallel.py settles it
     """
 
     model: Mapping[str, Any]

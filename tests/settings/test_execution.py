@@ -9,7 +9,7 @@ import torch
 from modeling.attention import BY_MASK, PER_DOCUMENT, VARLEN
 from modeling.execution import Execution
 from modeling.experts_grouped import grouped_backend
-from recipe.settings.execution import ATTENTION_BY_HOST
+from recipe.settings.parallel import ATTENTION_BY_HOST
 from recipe.settings.resolve import ResolvedConfig, WorldInfo
 from tests.resolving import TINY, faults_of, resolve
 
@@ -141,77 +141,52 @@ def test_graphs_where_nothing_waits_for_the_host(parallel: dict[str, Any], optio
     assert resolve({"parallel": parallel}, "--bf16", FLASH, **options).execution.cuda_graph is True
 
 
-BY_TORCH, ZERO_3 = {"parallel": {"experts_backend": "grouped"}}, {"zero_optimization": {"stage": 3}}
 WAITS = (
     "torch's grouped product reads its offsets on the host, except in bf16 on compute capability 9.x and 10.x (here "
 )
-BY_DOCUMENT = "works document by document, and where they begin the host reads from every batch; flash_attention_2"
-# (DeepSpeed JSON, --attn_implementation, what else is given, reason)
-REASONS: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
-    ({}, FLASH, {"world": 4}, "there are no CUDA graphs on a CPU"),
-    (ZERO_3, FLASH, {}, "ZeRO-3 moves the weights in every step"),
-    (
-        {"parallel": {"strategy": "all_to_all"}},
-        FLASH,
-        {},
-        'strategy "all_to_all" reads counts of rows on the host; "gather_tokens" does not',
-    ),
-    (
-        {"parallel": {"strategy": "auto", "tp": 2, "ep": 2}},
-        FLASH,
-        {},
-        'strategy "auto" may take all_to_all, which reads counts of rows on the host; "gather_tokens" does not',
-    ),
-    (
-        {"parallel": {"resident_experts": 1, "tp": 2, "ep": 2}},
-        FLASH,
-        {},
-        "with resident_experts what the ranks send each other changes from step to step",
-    ),
-    (
-        {"parallel": {"experts_backend": "loop"}},
-        FLASH,
-        {},
-        'experts_backend "loop" reads counts of rows on the host; "grouped" does not',
-    ),
-    (BY_TORCH, FLASH, {"bf16": False}, f'{WAITS}fp32 on 9.0); experts_backend "triton" does not'),
-    (BY_TORCH, FLASH, {"world": gpu((12, 0))}, f'{WAITS}bf16 on 12.0); experts_backend "triton" does not'),
-    (BY_TORCH, FLASH, {"world": gpu(None)}, f'{WAITS}bf16 on unknown); experts_backend "triton" does not'),
-    ({}, "--attn_implementation=sdpa", {}, f"attn_implementation sdpa {BY_DOCUMENT} does without"),
-    (
-        {},
-        "--attn_implementation=flex_attention",
-        {},
-        "attn_implementation flex_attention gets a mask that the host builds for every batch; "
-        "flash_attention_2 does without",
-    ),
-    (
-        {"parallel": {"tp": 1}},
-        FLASH,
-        {"dropout": 0.1},
-        "attention_dropout=0.1 would drop other values when a block is computed again",
-    ),
-    (
-        ZERO_3,
-        "--attn_implementation=eager",
-        {},
-        f"ZeRO-3 moves the weights in every step; attn_implementation eager {BY_DOCUMENT} does without",
-    ),
-]
+BY_HOST = (
+    "works document by document, and where they begin the host reads from every batch; flash_attention_2 does without"
+)
+USUAL = {"stage": 2, "bf16": True, "attention": "flash_attention_2", "world": gpu(), "dropout": 0.0}
+# What differs from USUAL, and keys of "parallel".
+REASONS: dict[str, dict[str, Any]] = {
+    "there are no CUDA graphs on a CPU": {"world": 4},
+    "ZeRO-3 moves the weights in every step": {"stage": 3},
+    'strategy "all_to_all" reads counts of rows on the host; "gather_tokens" does not': {"strategy": "all_to_all"},
+    'strategy "auto" may take all_to_all, which reads counts of rows on the host; "gather_tokens" does not': {
+        "strategy": "auto",
+        "tp": 2,
+        "ep": 2,
+    },
+    "with resident_experts what the ranks send each other changes from step to step": {
+        "resident_experts": 1,
+        "tp": 2,
+        "ep": 2,
+    },
+    'experts_backend "loop" reads counts of rows on the host; "grouped" does not': {"experts_backend": "loop"},
+    f'{WAITS}fp32 on 9.0); experts_backend "triton" does not': {"experts_backend": "grouped", "bf16": False},
+    f'{WAITS}bf16 on 12.0); experts_backend "triton" does not': {"experts_backend": "grouped", "world": gpu((12, 0))},
+    f'{WAITS}bf16 on unknown); experts_backend "triton" does not': {"experts_backend": "grouped", "world": gpu(None)},
+    f"attn_implementation sdpa {BY_HOST}": {"attention": "sdpa"},
+    "attn_implementation flex_attention gets a mask that the host builds for every batch; flash_attention_2 does "
+    "without": {"attention": "flex_attention"},
+    "attention_dropout=0.1 would drop other values when a block is computed again": {"tp": 1, "dropout": 0.1},
+    f"ZeRO-3 moves the weights in every step; attn_implementation eager {BY_HOST}": {"stage": 3, "attention": "eager"},
+}
 
 
-@pytest.mark.parametrize(("config", "attention", "options", "reason"), REASONS)
+@pytest.mark.parametrize(("reason", "options"), REASONS.items())
 @pytest.mark.requirement("R-GRAPH-02")
-def test_auto_falls_back_in_one_line_and_true_is_refused(
-    config: dict[str, Any], attention: str, options: dict[str, Any], reason: str
-) -> None:
-    options = {"world": gpu()} | options
-    flags = [f"--bf16={options.pop('bf16', True)}", attention]
-    got = resolve(config, *flags, **options)
+def test_auto_falls_back_in_one_line_and_true_is_refused(reason: str, options: dict[str, Any]) -> None:
+    parallel = {key: value for key, value in options.items() if key not in USUAL}
+    stage, bf16, attention, world, dropout = ({**USUAL, **options}[key] for key in USUAL)
+    config = {"zero_optimization": {"stage": stage}, "parallel": parallel}
+    flags, where = [f"--bf16={bf16}", f"--attn_implementation={attention}"], {"world": world, "dropout": dropout}
+    got = resolve(config, *flags, **where)
     assert got.execution.cuda_graph is False
     assert notes_of(got) == [f'"parallel.cuda_graph": "auto" became false: {reason}']
-    asked = config | {"parallel": {**config.get("parallel", {}), "cuda_graph": True}, "gradient_cliping": 1}
-    text = faults_of(asked, *flags, **options)
+    asked = config | {"parallel": {**parallel, "cuda_graph": True}, "gradient_cliping": 1}
+    text = faults_of(asked, *flags, **where)
     assert f'"parallel.cuda_graph": true cannot be used: {reason}; use "auto" or false' in text
     assert 'did you mean "gradient_clipping"?' in text  # with all other faults
 

@@ -84,12 +84,6 @@ def test_impossible_layouts_are_refused_with_every_broken_rule(
 
 
 @pytest.mark.requirement("R-CFG-06")
-def test_tokens_must_be_shared_evenly() -> None:
-    text = faults_of({"parallel": {"tp": 2}}, "--block_size=15", "--per_device_train_batch_size=1", world=2)
-    assert "1 sequences x block_size=15 = 15 tokens cannot be shared by tp=2 ranks" in text
-
-
-@pytest.mark.requirement("R-CFG-06")
 def test_faults_of_every_kind_come_in_one_message() -> None:
     config = {"gradient_cliping": 1, "parallel": {"tp": 3, "overlap": 2}, "fp16": {"enabled": True}}
     text = faults_of(config, "--lr_scheduler_type=constant", "--warmup_steps=3")
@@ -126,7 +120,9 @@ def test_auto_leaves_batch_sizes_and_evaluation_whole() -> None:
 
 
 @pytest.mark.requirement("R-CFG-06")
-def test_tokens_of_evaluation_must_be_shared_evenly_too() -> None:
+def test_tokens_of_training_and_evaluation_must_be_shared_evenly() -> None:
+    text = faults_of({"parallel": {"tp": 2}}, "--block_size=15", "--per_device_train_batch_size=1", world=2)
+    assert "1 sequences x block_size=15 = 15 tokens cannot be shared by tp=2 ranks" in text
     flags = ["--block_size=14", "--per_device_train_batch_size=2", "--per_device_eval_batch_size=1"]
     text = faults_of({"parallel": {"tp": 4}}, *flags)
     assert (
