@@ -120,7 +120,9 @@ class Settled(NamedTuple):
 
 def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, precision: str) -> Settled:
     """Settle layout, batch and execution; what does not fit is added to the faults of `sources`."""
-    backend = settle_backend(sources, ranks=ranks, precision=precision)
+    backend = settle_choice(sources, key="experts_backend")
+    if backend == "auto":
+        backend = default_experts_backend(ranks, precision=precision)
     search = _Search(
         sizes=sizes,
         ranks=ranks,
@@ -233,7 +235,7 @@ def _strategy_notes(search: _Search, layout: ParallelLayout, *, regather: bool) 
 
 
 def settle_choice(sources: Sources, *, key: str) -> str:
-    """The value of a key that names one of several, its default where it is absent or unknown."""
+    """Return the value of a key that names one of several; its default where it is absent or unknown."""
     default = getattr(Execution(), key)
     value = sources.parallel.get(key, default)
     if value not in CHOICES[key]:
@@ -242,33 +244,22 @@ def settle_choice(sources: Sources, *, key: str) -> str:
     return str(value)
 
 
-def settle_backend(sources: Sources, *, ranks: WorldInfo, precision: str) -> str:
-    """The backend of the experts' products, "auto" decided."""
-    backend = settle_choice(sources, key="experts_backend")
-    return default_experts_backend(ranks, precision=precision) if backend == "auto" else backend
-
-
 def default_experts_backend(ranks: WorldInfo, *, precision: str) -> str:
-    """What "auto" takes: on a GPU what leaves the host alone."""
+    """Return the backend that "auto" takes: on a GPU what leaves the host alone."""
     on_gpu = "triton" if grouped_product_waits(ranks, precision=precision) else "grouped"
     return on_gpu if ranks.device == "cuda" else "loop"
 
 
 def grouped_product_waits(ranks: WorldInfo, *, precision: str) -> bool:
-    """Whether torch's grouped product reads its offsets on the host; modeling/experts_grouped.py has the same rule."""
+    """Return whether torch's grouped product reads its offsets on the host, as modeling/experts_grouped.py decides."""
     capability = ranks.compute_capability
     return precision != "bf16" or capability is None or capability[0] not in SYNC_FREE_CAPABILITIES
 
 
 def settle_execution(
-    sources: Sources,
-    *,
-    sizes: ModelSizes,
-    layout: ParallelLayout,
-    strategy: str,
-    experts_backend: str,
+    sources: Sources, *, sizes: ModelSizes, layout: ParallelLayout, strategy: str, experts_backend: str
 ) -> Execution:
-    """Every option but `cuda_graph`, which `settle_graphs` settles last; every value that cannot hold is a fault."""
+    """Settle every option but `cuda_graph`, which `settle_graphs` does last; each value that cannot hold is a fault."""
     shares, gathers_again = layout.tp > 1, layout.ep > 1
     why = "transfers travel while others are worked on" if shares else "there is one rank in a group"
     overlap = _switch(sources, key="overlap", auto=shares, why=why)
@@ -350,27 +341,22 @@ class GraphFacts:
 
 
 def settle_graphs(sources: Sources, *, facts: GraphFacts) -> bool:
-    """ "auto" takes graphs where they are possible and notes what stands in the way; `true` there is a fault."""
-    wish = sources.parallel.get("cuda_graph", "auto")
+    """Settle `cuda_graph`: "auto" takes graphs where they can be and notes what keeps them; `true` is a fault there."""
     reasons = "; ".join(_eager_reasons(facts, attention=sources.arguments.attn_implementation))
-    if wish == "auto":
-        became = f"false: {reasons}" if reasons else "true: each block is recorded, and computed again in the backward"
-        sources.notes.append(f'"parallel.cuda_graph": "auto" became {became}')
-        return not reasons
-    if not isinstance(wish, bool):
-        sources.faults.append(f'"parallel.cuda_graph": {wish!r} is not one of "auto", true, false')
-    elif wish and reasons:
+    why = reasons or "each block is recorded, and computed again in the backward"
+    graphs = _switch(sources, key="cuda_graph", auto=not reasons, why=why)
+    if graphs and reasons:
         sources.faults.append(f'"parallel.cuda_graph": true cannot be used: {reasons}; use "auto" or false')
-    return wish is True and not reasons
+    return graphs and not reasons
 
 
 def can_be_graphed(facts: GraphFacts, *, attention: str) -> bool:
-    """What "auto" becomes; `attention` is the implementation's name."""
+    """Return what "auto" becomes; `attention` is the implementation's name."""
     return not any(_eager_reasons(facts, attention=attention))
 
 
 def _eager_reasons(facts: GraphFacts, *, attention: str) -> Iterator[str]:
-    """Everything that keeps the blocks from being graphs; on a CPU just that."""
+    """Yield everything that keeps the blocks from being graphs; on a CPU just that."""
     if facts.ranks.device != "cuda":
         yield "there are no CUDA graphs on a CPU"
         return
@@ -388,7 +374,7 @@ def _eager_reasons(facts: GraphFacts, *, attention: str) -> Iterator[str]:
 
 
 def _strategy_reasons(facts: GraphFacts) -> Iterator[str]:
-    """Only ranks that share whole experts exchange rows; elsewhere "auto" takes what leaves the host alone."""
+    """Yield a reason where ranks share whole experts and exchange rows; elsewhere "auto" leaves the host alone."""
     layout, strategy = facts.layout, facts.execution.strategy
     if layout.tp == 1 or layout.ep != layout.tp:
         return
