@@ -12,10 +12,11 @@ import pytest
 from recipe.data.conversations import RowEncoder
 from recipe.data.documents import Corpus, Document, Row
 from recipe.data.loader import LoaderOptions, StepLoader
-from recipe.data.options import DataFormat, DataOptions
+from recipe.data.options import DataFormat
 from recipe.data.packing import PackedBlocks, all_documents
 from recipe.data.prepare import PreparedData, prepare_data
 from recipe.data.tokenizer import load_tokenizer, train_tokenizer
+from recipe.settings.flags import Arguments
 from recipe.shared.ranks import OneRank
 
 EOS_ID = 1
@@ -43,10 +44,12 @@ FIVE_TURNS = [
 ]
 
 
-def word_tokenizer(*, eos: bool = True, bos: bool = False, appends_eos: bool = False) -> Any:
+def word_tokenizer(
+    *, template: str | None = None, eos: bool = True, bos: bool = False, appends_eos: bool = False
+) -> Any:
     """Each word is a token: w0 to w199 have the ids 10 to 209, <system>, <user>, <assistant> and <tool> 3 to 6.
 
-    Every other word is <unk>.
+    Every other word is <unk>. `template` is for chat.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -61,23 +64,12 @@ def word_tokenizer(*, eos: bool = True, bos: bool = False, appends_eos: bool = F
             single=template, special_tokens=[("<eos>", EOS_ID), ("<bos>", BOS_ID)]
         )
     named = {"unk_token": "<unk>"} | ({"eos_token": "<eos>"} if eos else {}) | ({"bos_token": "<bos>"} if bos else {})
-    return PreTrainedTokenizerFast(tokenizer_object=words, **named)
-
-
-def chat_tokenizer(template: str | None) -> Any:
-    """A word_tokenizer with a chat template."""
-    tokenizer = word_tokenizer()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **named)
     tokenizer.chat_template = template
     return tokenizer
 
 
-def save_chat_words(folder: Path, template: str | None = PLAIN) -> str:
-    """Save a chat_tokenizer and return its path."""
-    chat_tokenizer(template).save_pretrained(folder)
-    return str(folder)
-
-
-def save_words(folder: Path, **kinds: bool) -> str:
+def save_words(folder: Path, **kinds: Any) -> str:
     """Save a word_tokenizer and return its path."""
     word_tokenizer(**kinds).save_pretrained(folder)
     return str(folder)
@@ -141,7 +133,7 @@ def prepare(
         defaults["train_file"] = write_rows(tmp_path / "a.jsonl", texts)
     if "tokenizer_name" not in chosen:
         defaults["tokenizer_name"] = save_words(tmp_path / "words")
-    options = DataOptions(**(defaults | chosen))
+    options = Arguments(**(defaults | chosen))
     return prepare_data(options, ranks=ranks or OneRank(), say=(said if said is not None else []).append)
 
 

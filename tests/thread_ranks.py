@@ -11,17 +11,11 @@ from recipe.shared.ranks import Ranks
 WAIT_S = 10.0
 
 
-class AsksByGathering:
+class AsksByGathering(Ranks):
     """Whether something is true on any rank, for ranks that can gather."""
 
-    def gather(self, value: object) -> list[Any]:
-        raise NotImplementedError
-
-    def any(self, value: bool) -> bool:
-        return any(self.gather(value))
-
     def any_later(self, value: bool) -> Callable[[], bool]:
-        answer = self.any(value)
+        answer = any(self.gather(value))
         return lambda: answer
 
 

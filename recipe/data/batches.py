@@ -111,28 +111,17 @@ def check_batches(micro_batches: Sequence[MicroBatch], *, ranks: Ranks, tp: int)
     held: list[_Held] = ranks.gather(
         _Held(checksum(micro_batches), frozenset(p for batch in micro_batches for p in batch.positions))
     )
-    faults = [*_faults_inside_groups(held, tp=tp), *_faults_between_groups(held[::tp], tp=tp)]
-    if faults:
-        raise ValueError(
-            "the ranks did not load the batches of their layout; data must depend on dp_rank alone:\n"
-            + "\n".join(f"  - {fault}" for fault in faults)
-        )
-
-
-def _faults_inside_groups(held: list[_Held], *, tp: int) -> list[str]:
     faults = []
     for first in range(0, len(held), tp):
         differing = [rank for rank in range(first, first + tp) if held[rank].checksum != held[first].checksum]
         if differing:
             faults.append(f"ranks {differing} hold other batches than rank {first} of their group (tp={tp})")
-    return faults
-
-
-def _faults_between_groups(held: list[_Held], *, tp: int) -> list[str]:
-    """Compare what the first rank of each group holds."""
-    faults = []
-    for group, mine in enumerate(held):
-        same = [other * tp for other in range(group + 1, len(held)) if mine.positions & held[other].positions]
+    for first in range(0, len(held), tp):
+        same = [rank for rank in range(first + tp, len(held), tp) if held[first].positions & held[rank].positions]
         if same:
-            faults.append(f"ranks {[group * tp, *same]} of different groups hold the same sequences of the stream")
-    return faults
+            faults.append(f"ranks {[first, *same]} of different groups hold the same sequences of the stream")
+    if faults:
+        raise ValueError(
+            "the ranks did not load the batches of their layout; data must depend on dp_rank alone:\n"
+            + "\n".join(f"  - {fault}" for fault in faults)
+        )

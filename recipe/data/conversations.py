@@ -39,12 +39,14 @@ Message = dict[str, Any]
 class Conversation:
     """Messages for a chat template.
 
+    place           the file and the line or row in it, for messages
     tools           what the template may be told of tools; None: there are none
     num_in_prompt   the first messages, after which everything is the response; None: each assistant message is one
     """
 
     messages: list[Message]
-    tools: list[Any] | None = None
+    place: str
+    tools: list[Any] | None
     num_in_prompt: int | None = None
 
 
@@ -70,7 +72,8 @@ def read_chat(fields: Mapping[str, Any], *, place: str) -> Conversation:
     column = next((name for name in CHAT_COLUMNS if fields.get(name) is not None), None)
     if column is None:
         raise ValueError(_lacks(fields, needed="'messages' (or 'conversations')", place=place))
-    return Conversation(messages=_messages(fields[column], column=column, place=place), tools=_tools(fields, place))
+    messages = _messages(fields[column], column=column, place=place)
+    return Conversation(messages=messages, place=place, tools=_tools(fields, place))
 
 
 def read_pair(fields: Mapping[str, Any], *, place: str) -> Conversation | Pair:
@@ -85,7 +88,8 @@ def read_pair(fields: Mapping[str, Any], *, place: str) -> Conversation | Pair:
         raise ValueError(f"{place}: 'prompt' and 'completion' must be two texts or two lists of messages, not {kinds}")
     before = _messages(prompt, column="prompt", place=place)
     after = _messages(completion, column="completion", place=place)
-    return Conversation(messages=[*before, *after], tools=_tools(fields, place), num_in_prompt=len(before))
+    tools = _tools(fields, place)
+    return Conversation(messages=[*before, *after], place=place, tools=tools, num_in_prompt=len(before))
 
 
 def _lacks(fields: Mapping[str, Any], *, needed: str, place: str) -> str:
@@ -197,7 +201,7 @@ class RowEncoder:
         if isinstance(content, Pair):
             text = checked(content.prompt + content.completion, place=row.place)
             return Rendered(text, (Span(len(content.prompt), len(text)),), self._prefix)
-        rendered = self._render_conversation(content, place=row.place)
+        rendered = self._render_conversation(content)
         checked(rendered.text, place=row.place)
         return rendered
 
@@ -223,69 +227,58 @@ class RowEncoder:
             trained = np.append(trained, self.trains_on_all or ends_response)
         return EncodedRow(ids, trained)
 
-    def _render_conversation(self, content: Conversation, *, place: str) -> Rendered:
-        messages, tools = content.messages, content.tools
+    def _render_conversation(self, talk: Conversation) -> Rendered:
+        messages, place = talk.messages, talk.place
         if self.trains_on_all:
             _check_weights(messages, reason="--train_on all trains on every token", place=place)
-            return Rendered(self._apply(messages, tools=tools, place=place), ())
-        if content.num_in_prompt is not None:
-            after = messages[content.num_in_prompt :]
-            _check_weights(after, reason="a completion is trained on as a whole", place=place)
-            whole = self._apply(messages, tools=tools, place=place)
-            prompt = messages[: content.num_in_prompt]
-            start = self._length_of_beginning(prompt, whole=whole, tools=tools, place=place, is_prompt=True)
+            return Rendered(self._write(talk), ())
+        if talk.num_in_prompt is not None:
+            completion = messages[talk.num_in_prompt :]
+            _check_weights(completion, reason="a completion is trained on as a whole", place=place)
+            whole = self._write(talk)
+            start = self._length_of_beginning(talk, talk.num_in_prompt, whole=whole, is_prompt=True)
             return Rendered(whole, (Span(start, len(whole)),))
-        if GENERATION.search(self._template(tools)):
-            return self._apply_with_markers(messages, tools=tools, place=place)
-        whole = self._apply(messages, tools=tools, place=place)
+        if GENERATION.search(self._template(talk.tools)):
+            whole, marked = self._run_template(talk, messages, return_assistant_tokens_mask=True)
+            return Rendered(whole, _weighted(marked, text=whole, messages=messages, place=place))
+        whole = self._write(talk)
         responses = []
         for number, message in enumerate(messages):
             if is_response(message):
-                start, end = (
-                    self._length_of_beginning(part, whole=whole, tools=tools, place=place, is_prompt=is_prompt)
-                    for part, is_prompt in ((messages[:number], True), (messages[: number + 1], False))
-                )
+                start = self._length_of_beginning(talk, number, whole=whole, is_prompt=True)
+                end = self._length_of_beginning(talk, number + 1, whole=whole, is_prompt=False)
                 responses.append(Span(start, end))
         return Rendered(whole, tuple(responses))
 
-    def _length_of_beginning(
-        self, messages: list[Message], *, whole: str, tools: list[Any] | None, place: str, is_prompt: bool
-    ) -> int:
+    def _length_of_beginning(self, talk: Conversation, num_messages: int, *, whole: str, is_prompt: bool) -> int:
         """Return how far the first messages reach in the whole conversation, in characters."""
-        first = f"the first {len(messages)} messages"
+        first = f"the first {num_messages} messages"
         try:
-            beginning = self._apply(messages, tools=tools, place=place, add_generation_prompt=is_prompt)
+            beginning, _ = self._run_template(talk, talk.messages[:num_messages], add_generation_prompt=is_prompt)
         except ValueError as error:
-            raise ValueError(_cannot_find(f"refuses {first} by themselves ({error.__cause__})", place)) from error
+            raise ValueError(_cannot_find(f"refuses {first} by themselves ({error.__cause__})", talk.place)) from error
         if not whole.startswith(beginning):
-            raise ValueError(_cannot_find(f"writes {first} otherwise when more follow", place))
+            raise ValueError(_cannot_find(f"writes {first} otherwise when more follow", talk.place))
         return len(beginning)
 
-    def _apply(
-        self, messages: list[Message], *, tools: list[Any] | None, place: str, add_generation_prompt: bool = False
-    ) -> str:
-        return self._run_template(messages, tools=tools, place=place, add_generation_prompt=add_generation_prompt)[0]
-
-    def _apply_with_markers(self, messages: list[Message], *, tools: list[Any] | None, place: str) -> Rendered:
-        text, marked = self._run_template(messages, tools=tools, place=place, return_assistant_tokens_mask=True)
-        spans = tuple(Span(*span) for span in marked)
-        return Rendered(text, _weighted(spans, text=text, messages=messages, place=place))
+    def _write(self, talk: Conversation) -> str:
+        return self._run_template(talk, talk.messages, add_generation_prompt=False)[0]
 
     def _run_template(
-        self, messages: list[Message], *, tools: list[Any] | None, place: str, **options: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the stretches between markers if asked for: apply_chat_template before it encodes."""
+        self, talk: Conversation, messages: list[Message], **options: bool
+    ) -> tuple[str, tuple[Span, ...]]:
+        """Write some messages out: apply_chat_template before it encodes. With the stretches between its markers."""
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         inputs: dict[str, Any] = {**self._tokenizer.special_tokens_map, **options}
-        template = self._template(tools)
+        template = self._template(talk.tools)
         try:
-            rendered: Any = render_jinja_template([messages], tools=tools, chat_template=template, **inputs)
+            rendered: Any = render_jinja_template([messages], tools=talk.tools, chat_template=template, **inputs)
         except (TemplateError, TypeError, ValueError) as error:
-            raise ValueError(f"{place}: the chat template refuses this row: {error}") from error
+            raise ValueError(f"{talk.place}: the chat template refuses this row: {error}") from error
         texts, marked = rendered
-        return texts[0], marked[0] if marked else []
+        return texts[0], tuple(Span(*span) for span in marked[0]) if marked else ()
 
     def _template(self, tools: list[Any] | None) -> str:
         if self._tokenizer.chat_template is None:

@@ -25,23 +25,30 @@ class Row(NamedTuple):
     read: Callable[[], Mapping[str, Any]]
 
 
-def no_rows() -> Iterator[Row]:
-    """Return the rows of a corpus that is text and nothing else: none."""
-    return iter(())
+class CorpusFacts(NamedTuple):
+    """What every rank knows of a corpus; only the ranks that read it hold the corpus itself."""
+
+    name: str
+    num_files: int
+    manifest: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """A finite sequence of documents that reads the same every time it is asked for.
 
-    `read` gives the text of one field of every entry, `rows` the entries with all their fields.
+    `read` gives the text of one field of every entry, `rows` the entries with all their fields, none of plain text.
     """
 
     name: str
     files: tuple[str, ...]
     manifest: str  # a digest: equal for equal content, as far as its kind of source can tell
     read: Callable[[], Iterator[Document]]
-    rows: Callable[[], Iterator[Row]] = no_rows
+    rows: Callable[[], Iterator[Row]] = lambda: iter(())
+
+    @property
+    def facts(self) -> CorpusFacts:
+        return CorpusFacts(self.name, len(self.files), self.manifest)
 
 
 def text_documents(rows: Iterable[Row], *, column: str) -> Iterator[Document]:
@@ -95,9 +102,11 @@ def invalid_text(place: str, error: UnicodeError) -> InvalidTextError:
 
 
 def text_of(value: object, *, place: str) -> str:
-    """Return the text in a field: a string, a list of strings (its lines), or null (empty)."""
+    """Return the text in a field: a string or its bytes, a list of strings (its lines), or null (empty)."""
     if value is None:
         return ""
+    if isinstance(value, bytes):
+        return decode(value, place=place)
     if isinstance(value, str):
         return checked(value, place=place)
     if isinstance(value, list) and all(isinstance(line, str) for line in value):

@@ -1,19 +1,23 @@
 """The endless stream of training steps, whose position is one integer: the number of sequences already consumed.
 
-Sequence p of the stream is item p % n of epoch p // n in that epoch's order. The step that starts at p gives sequence
-p + (a*dp + d)*B + b to micro-batch a, data-parallel rank d, row b. So the stream is the same for every dp and every
-accumulation, and to resume is to start at the saved integer. No random state is used or touched.
+Sequence p of the stream is item p % n of epoch p // n in that epoch's order, which is computed, not stored. The step
+that starts at p gives sequence p + (a*dp + d)*B + b to micro-batch a, data-parallel rank d, row b. So the stream is the
+same for every dp and every accumulation, and to resume is to start at the saved integer. No random state is used or
+touched.
 """
 
+import hashlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
 from recipe.data.batches import MicroBatch, stack_blocks
-from recipe.data.order import EpochOrder
 from recipe.data.packing import PackedBlocks
 from recipe.data.tokenise import map_in_order
+
+NUM_ROUNDS = 6
+MASK_64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +42,6 @@ class Step(NamedTuple):
 
     micro_batches: list[MicroBatch]  # [accumulation]
     position: int  # of the stream after this step: what a checkpoint keeps
-
-
-class _Request(NamedTuple):
-    """A micro-batch before it is read."""
-
-    positions: range  # in the stream
-    indices: list[int]  # of the blocks there
 
 
 class StepLoader:
@@ -91,36 +88,27 @@ class StepLoader:
                 f"data: epoch {epoch} ({num_blocks} blocks) begins at sequence {epoch * num_blocks} of the stream"
             )
 
-    def _requests(self, position: int) -> Iterator[_Request]:
-        """Yield which blocks each micro-batch of this rank holds."""
-        options, num_blocks = self._options, len(self._blocks)
-        order = self._order_of(position // num_blocks)
-        first = position + options.dp_rank * options.num_sequences
-        for begin in count(first, options.dp * options.num_sequences):
-            positions = range(begin, begin + options.num_sequences)
-            indices = []
-            for sequence in positions:
-                epoch, index = divmod(sequence, num_blocks)
-                order = order if order.epoch == epoch else self._order_of(epoch)
-                indices.append(order[index] if options.shuffle else index)
-            yield _Request(positions, indices)
-
-    def _order_of(self, epoch: int) -> EpochOrder:
-        return EpochOrder(len(self._blocks), seed=self._options.seed, epoch=epoch)
-
-    def _load(self, request: _Request) -> MicroBatch:
-        chosen = [self._blocks[index] for index in request.indices]
-        return stack_blocks(
-            chosen, positions=request.positions, num_sequences=len(chosen), block_size=self._blocks.block_size
-        )
-
     def _batches(self, position: int) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of this rank in order, prepared ahead by threads if there are any."""
-        requests, num_workers = self._requests(position), self._options.num_workers
-        if num_workers:
-            yield from map_in_order(requests, work=self._load, num_workers=num_workers, name="loader")
+        options = self._options
+        first = position + options.dp_rank * options.num_sequences
+        starts = count(first, options.dp * options.num_sequences)
+        if options.num_workers:
+            yield from map_in_order(starts, work=self._load, num_workers=options.num_workers, name="loader")
         else:
-            yield from map(self._load, requests)
+            yield from map(self._load, starts)
+
+    def _load(self, start: int) -> MicroBatch:
+        """Read the micro-batch whose first sequence is at `start` in the stream."""
+        options, num_blocks = self._options, len(self._blocks)
+        positions = range(start, start + options.num_sequences)
+        chosen = []
+        for position in positions:
+            epoch, index = divmod(position, num_blocks)
+            if options.shuffle:
+                index = shuffled_item(index, num_items=num_blocks, seed=options.seed, epoch=epoch)
+            chosen.append(self._blocks[index])
+        return stack_blocks(chosen, positions=positions, num_sequences=len(chosen), block_size=self._blocks.block_size)
 
 
 def _faults(options: LoaderOptions) -> list[str]:
@@ -132,3 +120,32 @@ def _faults(options: LoaderOptions) -> list[str]:
     if not 0 <= options.dp_rank < options.dp:
         faults.append(f"dp_rank={options.dp_rank} must lie between 0 and dp - 1 = {options.dp - 1}")
     return faults
+
+
+def shuffled_item(position: int, *, num_items: int, seed: int, epoch: int) -> int:
+    """Return what is at `position` of a permutation of range(num_items) that depends on the other arguments alone.
+
+    A Feistel network permutes the numbers of an even number of bits, at least as many as num_items needs; a number that
+    falls outside range(num_items) is permuted again until one falls inside (cycle walking; fewer than four tries on
+    average). Luby and Rackoff, "How to construct pseudorandom permutations", 1988; Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002, section 4.
+    """
+    assert 0 <= position < num_items, f"position {position} of an epoch of {num_items} items"
+    half_bits = max(1, ((num_items - 1).bit_length() + 1) // 2)
+    half_mask = (1 << half_bits) - 1
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * NUM_ROUNDS).digest()
+    keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, len(digest), 8)]
+    item = num_items
+    while item >= num_items:
+        left, right = position >> half_bits, position & half_mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & half_mask)
+        item = position = left << half_bits | right
+    return item
+
+
+def _mix(number: int) -> int:
+    """Spread every bit of a 64-bit number over all 64: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014)."""
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK_64
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & MASK_64
+    return number ^ number >> 31

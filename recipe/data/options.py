@@ -1,111 +1,20 @@
-"""What the user chose about data, every choice that cannot hold listed in one error, and what the rows then are."""
+"""Which of the user's choices about data cannot hold together, and what the rows then are: text or conversations."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from recipe.data.documents import Corpus, InvalidTextError
+from recipe.settings.flags import Arguments
 
-FORMATS = ("auto", "text", "chat", "prompt_completion")
-TRAIN_ON = ("auto", "responses", "all")
-PACKING = ("auto", "wrapped", "whole")
-MIN_TRAINED_VOCAB_SIZE = 257  # every byte, and the end of a document
 # Columns that tell a format.
 CHAT_COLUMNS = ("messages", "conversations")
 PAIR_COLUMNS = ("prompt", "completion")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Choices about data; names follow the Hugging Face script run_clm.py where the thing exists there.
-
-    Without `dataset_name` and `train_file` the corpus is the running Python's own standard library; without
-    `tokenizer_name` a byte-level BPE of `train_vocab_size` entries is trained on the training corpus.
-    """
-
-    block_size: int
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    train_file: str | None = None  # a path or glob pattern, or several separated by commas
-    validation_file: str | None = None
-    data_format: str = "auto"  # one of FORMATS; "auto": as the first row's columns say
-    train_on: str = "auto"  # one of TRAIN_ON; "auto": all of a text, and the responses of anything else
-    chat_template: str | None = None  # a file; None takes the tokenizer's own
-    packing_strategy: str = "auto"  # one of PACKING; "auto": wrapped for text, whole for anything else
-    text_column_name: str = "text"
-    validation_split_percentage: int = 5  # used where there is no validation set of its own; 0 makes none
-    tokenizer_name: str | None = None
-    eos_token: str | None = None  # an entry of the vocabulary; None takes the tokenizer's own
-    train_vocab_size: int = 8192
-    streaming: bool = False  # read `dataset_name` as a stream; files always are
-    max_train_documents: int | None = None
-    skip_invalid_text: bool = False
-    preprocessing_num_workers: int | None = None  # batches of text encoded at once; None takes one for each CPU
-    cache_dir: str | None = None
-    overwrite_cache: bool = False
-
-
-def option_faults(options: DataOptions) -> list[str]:
-    """Return every choice that cannot hold, in words; nothing is read from disk."""
-    settled = options.data_format in FORMATS and options.data_format != "auto"
-    of_format = format_faults(options, data_format=options.data_format) if settled else []
-    return [*_count_faults(options), *_source_faults(options), *_choice_faults(options), *of_format]
-
-
-def check_options(options: DataOptions) -> None:
-    """Raise one ValueError that lists every choice that cannot hold."""
-    faults = option_faults(options)
-    if faults:
-        raise ValueError("the data options do not hold:\n" + "\n".join(f"  - {fault}" for fault in faults))
-
-
-def format_faults(options: DataOptions, *, data_format: str) -> list[str]:
-    """Return what cannot hold where the rows are "text", "chat" or "prompt_completion"."""
-    faults = []
-    if data_format == "text":
-        if options.train_on == "responses":
-            faults.append("train_on=responses clashes with data_format=text: a text has no responses")
-        if options.chat_template is not None:
-            faults.append(
-                f"chat_template={options.chat_template!r} clashes with data_format=text; it is for chat and "
-                "prompt_completion"
-            )
-        return faults
-    if not options.dataset_name and not options.train_file:
-        faults.append(f"data_format={data_format} needs a train_file or a dataset_name")
-    if options.tokenizer_name is None:
-        faults.append(
-            f"data_format={data_format} needs a tokenizer_name, or a model_name_or_path that brings a tokenizer along: "
-            "one is trained on text alone"
-        )
-    return faults
-
-
-def _choice_faults(options: DataOptions) -> Iterator[str]:
-    for name, allowed in (("data_format", FORMATS), ("train_on", TRAIN_ON), ("packing_strategy", PACKING)):
-        if getattr(options, name) not in allowed:
-            yield f"{name}={getattr(options, name)!r} is not one of {', '.join(allowed)}"
-
-
-def _count_faults(options: DataOptions) -> Iterator[str]:
-    if options.block_size < 2:
-        yield f"block_size={options.block_size} must be at least 2: a block of one token predicts nothing"
-    if not 0 <= options.validation_split_percentage < 100:
-        yield f"validation_split_percentage={options.validation_split_percentage} must lie between 0 and 99"
-    if options.tokenizer_name is None and options.train_vocab_size < MIN_TRAINED_VOCAB_SIZE:
-        yield (
-            f"train_vocab_size={options.train_vocab_size} must be at least {MIN_TRAINED_VOCAB_SIZE}: "
-            "256 bytes and the end of a document"
-        )
+def option_faults(options: Arguments) -> Iterator[str]:
+    """Yield every combination of data flags that cannot hold, in words; nothing is read from disk."""
     if options.eos_token == "":
         yield "eos_token='' names no token"
-    for name in ("max_train_documents", "preprocessing_num_workers"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            yield f"{name}={value} must be at least 1"
-
-
-def _source_faults(options: DataOptions) -> Iterator[str]:
     if options.dataset_name and (options.train_file or options.validation_file):
         yield (
             f"dataset_name={options.dataset_name!r} clashes with "
@@ -117,6 +26,35 @@ def _source_faults(options: DataOptions) -> Iterator[str]:
         yield f"dataset_config_name={options.dataset_config_name!r} needs a dataset_name"
     if options.streaming and not options.dataset_name:
         yield "streaming=True needs a dataset_name; files are read as a stream in any case"
+    if options.data_format != "auto":
+        yield from format_faults(options, data_format=options.data_format)
+
+
+def check_options(options: Arguments) -> None:
+    """Raise one ValueError that lists every choice that cannot hold."""
+    faults = list(option_faults(options))
+    if faults:
+        raise ValueError("the data options do not hold:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+def format_faults(options: Arguments, *, data_format: str) -> Iterator[str]:
+    """Yield what cannot hold where the rows are "text", "chat" or "prompt_completion"."""
+    if data_format == "text":
+        if options.train_on == "responses":
+            yield "train_on=responses clashes with data_format=text: a text has no responses"
+        if options.chat_template is not None:
+            yield (
+                f"chat_template={options.chat_template!r} clashes with data_format=text; it is for chat and "
+                "prompt_completion"
+            )
+        return
+    if not options.dataset_name and not options.train_file:
+        yield f"data_format={data_format} needs a train_file or a dataset_name"
+    if options.tokenizer_name is None:
+        yield (
+            f"data_format={data_format} needs a tokenizer_name, or a model_name_or_path that brings a tokenizer along: "
+            "one is trained on text alone"
+        )
 
 
 class DataFormat(NamedTuple):
@@ -134,7 +72,7 @@ class DataFormat(NamedTuple):
     reason: str
 
 
-def choose_format(corpus: Corpus, *, options: DataOptions) -> DataFormat:
+def choose_format(corpus: Corpus, *, options: Arguments) -> DataFormat:
     """Return the format that the options name, or else the one whose columns the first row has; text if it has none."""
     name, reason = options.data_format, "as --data_format says"
     if name == "auto":

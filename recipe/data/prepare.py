@@ -1,24 +1,38 @@
-"""The user's options to a tokenizer and packed blocks; all ranks get them, or all raise the same error."""
+"""The user's options to a tokenizer and packed blocks; all ranks get them, or all raise the same error.
+
+Tokenizers and tokens are kept between runs, each in a folder named after everything it depends on.
+"""
 
 import functools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipe.data.cache import CachedCorpus, get_tokenizer, get_tokens, num_tokenising_workers
 from recipe.data.conversations import RowEncoder
-from recipe.data.corpora import CorporaFacts, CorpusFacts, facts_of, open_corpora
-from recipe.data.documents import Corpus
-from recipe.data.options import DataFormat, DataOptions, check_options, format_faults
-from recipe.data.packing import Holdout, PackedBlocks, all_documents, hold_out
-from recipe.data.token_store import TokenStore, entropy_nats
-from recipe.data.tokenizer import TextEncoder
+from recipe.data.corpora import open_corpora
+from recipe.data.documents import Corpus, CorpusFacts, digest_of
+from recipe.data.options import DataFormat, check_options, choose_format, format_faults
+from recipe.data.packing import Holdout, PackedBlocks, Stretches, all_documents, hold_out
+from recipe.data.token_store import FORMAT, TokenStore, entropy_nats
+from recipe.data.tokenise import tokenise
+from recipe.data.tokenizer import (
+    CHUNK_CHARS,
+    DEFAULT_EOS,
+    TRAINING_CHARS,
+    TextEncoder,
+    fetch_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from recipe.settings.flags import Arguments
+from recipe.shared.build_once import build_once, discard
 from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_every, on_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 SKIPPED_FILES_SHOWN = 20
 
@@ -32,16 +46,6 @@ class PreparedData(NamedTuple):
     report: dict[str, Any]
 
 
-class _Stores(NamedTuple):
-    train: TokenStore
-    validation: TokenStore | None  # None: part of the training store is held out
-
-
-class _Blocks(NamedTuple):
-    train: PackedBlocks
-    validation: PackedBlocks
-
-
 class _Counts(NamedTuple):
     """Tokens trained on in each part, and the entropy of those in the training part."""
 
@@ -50,93 +54,95 @@ class _Counts(NamedTuple):
     entropy_nats: float
 
 
-def prepare_data(options: DataOptions, *, ranks: Ranks, say: Callable[[str], None]) -> PreparedData:
+def prepare_data(options: Arguments, *, ranks: Ranks, say: Callable[[str], None]) -> PreparedData:
     """Find, tokenise (once) and pack the corpus. Collective: an error on one rank is raised on all.
 
-    One rank of each file system reads the sources; all ranks read its cache. `say` is called on every rank with the
-    same lines. A user's mistake is a ValueError, anything else a RanksFailedError.
+    Without `dataset_name` and `train_file` the corpus is the running Python's own standard library; without
+    `tokenizer_name` a byte-level BPE of `train_vocab_size` entries is trained on the training corpus. One rank of each
+    file system reads the sources; all ranks read its cache. `say` is called on every rank with the same lines. A user's
+    mistake is a ValueError, anything else a RanksFailedError.
     """
     check_options(options)
     corpora = functools.cache(partial(open_corpora, options))  # opened on the ranks that read, and once
-    facts = on_first(lambda: facts_of(corpora(), options=options), ranks=ranks)
+    facts = on_first(lambda: {part: corpus.facts for part, corpus in corpora().items()}, ranks=ranks)
+    data_format = on_first(lambda: choose_format(corpora()["train"], options=options), ranks=ranks)
     say(_sources_line(facts, options=options, ranks=ranks))
-    say(_format_line(facts.data_format, options=options))
+    say(_format_line(data_format, options=options))
 
-    def open_validation() -> Corpus:
-        validation = corpora().validation
-        assert validation is not None, "rank 0 found a validation corpus, this rank finds none"
-        return validation
+    def open_corpus(part: str) -> Corpus:
+        assert part in corpora(), f"rank 0 found a corpus for {part}, this rank finds none"
+        return corpora()[part]
 
-    train = CachedCorpus(facts=facts.train, open=lambda: corpora().train, max_documents=options.max_train_documents)
-    tokenizer = get_tokenizer(train, options=options, ranks=ranks)
-    encoder = on_every(partial(_make_encoder, tokenizer, data_format=facts.data_format), ranks=ranks)
-    get = partial(get_tokens, encoder=encoder, options=options, ranks=ranks)
-    stores = _Stores(
-        get(train),
-        None if facts.validation is None else get(CachedCorpus(facts=facts.validation, open=open_validation)),
-    )
+    open_train = partial(open_corpus, "train")
+    tokenizer = get_tokenizer(open_train, manifest=facts["train"].manifest, options=options, ranks=ranks)
+    encoder = on_every(partial(_make_encoder, tokenizer, data_format=data_format), ranks=ranks)
+    stores = {
+        part: get_tokens(
+            partial(open_corpus, part),
+            manifest=facts[part].manifest,
+            encoder=encoder,
+            max_documents=options.max_train_documents if part == "train" else None,
+            options=options,
+            ranks=ranks,
+        )
+        for part in facts
+    }
     holdout = _hold_out(stores, options=options)
-    blocks = _pack(stores, holdout=holdout, options=options, whole=facts.data_format.packing == "whole")
+    pack = partial(_pack, options=options, whole=data_format.packing == "whole")
+    train = pack(stores["train"], holdout.train)
+    validation = pack(stores.get("validation", stores["train"]), holdout.validation)
+    # Every rank sees the same stores, so every rank raises here or none does.
+    if not len(train):
+        raise ValueError(
+            f"the training text has {train.num_tokens} tokens, less than one block of "
+            f"block_size={options.block_size}; give more text or choose a smaller --block_size"
+        )
+    if not len(validation) and ("validation" in stores or options.validation_split_percentage):
+        raise ValueError(
+            f"the validation text has {validation.num_tokens} tokens, less than one block of "
+            f"block_size={options.block_size}; name a --validation_file, choose a larger "
+            "--validation_split_percentage, or 0 to train without validation"
+        )
     counts = on_first(partial(_count_trained, stores, holdout=holdout), ranks=ranks)
-    corpora_reports = [_corpus_report(facts.train, store=stores.train)]
-    if facts.validation is not None and stores.validation is not None:
-        corpora_reports.append(_corpus_report(facts.validation, store=stores.validation))
     report = {
         "vocab_size": encoder.vocab_size,
         "unigram_entropy_nats": counts.entropy_nats,
-        "format": facts.data_format._asdict(),
+        "format": data_format._asdict(),
         "holdout": holdout.rule,
-        "train": _part_report(blocks.train, num_trained=counts.train),
-        "validation": _part_report(blocks.validation, num_trained=counts.validation),
-        "corpora": corpora_reports,
+        "train": _part_report(train, num_trained=counts.train),
+        "validation": _part_report(validation, num_trained=counts.validation),
+        "corpora": [_corpus_report(facts[part], store=store) for part, store in stores.items()],
     }
     for line in _result_lines(report):
         say(line)
-    return PreparedData(tokenizer, blocks.train, blocks.validation, report)
+    return PreparedData(tokenizer, train, validation, report)
 
 
 def _make_encoder(tokenizer: "PreTrainedTokenizerBase", *, data_format: DataFormat) -> TextEncoder | RowEncoder:
     return TextEncoder(tokenizer) if data_format.name == "text" else RowEncoder(tokenizer, data_format=data_format)
 
 
-def _hold_out(stores: _Stores, *, options: DataOptions) -> Holdout:
-    if stores.validation is None:
-        return hold_out(stores.train.ends, percentage=options.validation_split_percentage)
-    return Holdout(
-        all_documents(stores.train.ends), all_documents(stores.validation.ends), "validation has a corpus of its own"
+def _hold_out(stores: Mapping[str, TokenStore], *, options: Arguments) -> Holdout:
+    train = stores["train"].ends
+    if "validation" not in stores:
+        return hold_out(train, percentage=options.validation_split_percentage)
+    validation = all_documents(stores["validation"].ends)
+    return Holdout(all_documents(train), validation, "validation has a corpus of its own")
+
+
+def _pack(store: TokenStore, stretches: Stretches, *, options: Arguments, whole: bool) -> PackedBlocks:
+    return PackedBlocks(
+        store.tokens, stretches=stretches, block_size=options.block_size, trained=store.trained, whole=whole
     )
 
 
-def _pack(stores: _Stores, *, holdout: Holdout, options: DataOptions, whole: bool) -> _Blocks:
-    """Pack both parts. Every rank sees the same stores, so every rank raises here or none does."""
-    size, train, validation = options.block_size, stores.train, stores.validation or stores.train
-    blocks = _Blocks(
-        PackedBlocks(train.tokens, stretches=holdout.train, block_size=size, trained=train.trained, whole=whole),
-        PackedBlocks(
-            validation.tokens, stretches=holdout.validation, block_size=size, trained=validation.trained, whole=whole
-        ),
-    )
-    if not len(blocks.train):
-        raise ValueError(
-            f"the training text has {blocks.train.num_tokens} tokens, less than one block of "
-            f"block_size={options.block_size}; give more text or choose a smaller --block_size"
-        )
-    if not len(blocks.validation) and (stores.validation is not None or options.validation_split_percentage):
-        raise ValueError(
-            f"the validation text has {blocks.validation.num_tokens} tokens, less than one block of "
-            f"block_size={options.block_size}; name a --validation_file, choose a larger "
-            "--validation_split_percentage, or 0 to train without validation"
-        )
-    return blocks
-
-
-def _count_trained(stores: _Stores, *, holdout: Holdout) -> _Counts:
+def _count_trained(stores: Mapping[str, TokenStore], *, holdout: Holdout) -> _Counts:
     """Count the tokens trained on in each part; ValueError if a part has none."""
-    counts = stores.train.token_counts()
-    if stores.validation is not None:
-        num_validation = stores.validation.facts.num_trained_tokens
+    counts = stores["train"].token_counts()
+    if "validation" in stores:
+        num_validation = stores["validation"].facts.num_trained_tokens
     else:
-        held_out = stores.train.count_tokens(starts=holdout.validation.starts, ends=holdout.validation.ends)
+        held_out = stores["train"].count_tokens(starts=holdout.validation.starts, ends=holdout.validation.ends)
         counts, num_validation = counts - held_out, int(held_out.sum())
     num_train = int(counts.sum())
     for part, num_trained, stretches in (
@@ -181,18 +187,18 @@ def _corpus_report(facts: CorpusFacts, *, store: TokenStore) -> dict[str, Any]:
     }
 
 
-def _sources_line(facts: CorporaFacts, *, options: DataOptions, ranks: Ranks) -> str:
-    num_files = facts.train.num_files + (facts.validation.num_files if facts.validation is not None else 0)
+def _sources_line(facts: Mapping[str, CorpusFacts], *, options: Arguments, ranks: Ranks) -> str:
+    num_files = sum(corpus.num_files for corpus in facts.values())
     return (
-        f"data: {facts.train.name} ({num_files} files), read once by 1 of {ranks.world_size} ranks with "
+        f"data: {facts['train'].name} ({num_files} files), read once by 1 of {ranks.world_size} ranks with "
         f"{num_tokenising_workers(options)} workers and shared as a cache; 1 file is enough for any number of ranks "
         "and workers, and neither changes the order"
     )
 
 
-def _format_line(data_format: DataFormat, *, options: DataOptions) -> str:
+def _format_line(data_format: DataFormat, *, options: Arguments) -> str:
     """Say how rows are read; ValueError if the format found in the data clashes with the other options."""
-    faults = format_faults(options, data_format=data_format.name)
+    faults = list(format_faults(options, data_format=data_format.name))
     if faults:
         raise ValueError(
             f"the data is read as {data_format.name}, {data_format.reason}, and the options do not go with that:\n"
@@ -231,3 +237,95 @@ def _result_lines(report: dict[str, Any]) -> Iterator[str]:
             yield f"data: {name}: {part['num_padding_tokens']:,} positions ({share:.1f} %) are padding"
     yield f"data: {report['holdout']}; training wraps to a new epoch, so every rank takes the same number of steps"
     yield f"data: a guess from token frequencies alone has a loss of {report['unigram_entropy_nats']:.4f}"
+
+
+def cache_folder(options: Arguments) -> Path:
+    """Return the folder that the options name, or gather-moe in the user's cache folder."""
+    if options.cache_dir is not None:
+        return Path(options.cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gather-moe"
+
+
+def num_tokenising_workers(options: Arguments) -> int:
+    return options.preprocessing_num_workers or os.cpu_count() or 1
+
+
+def get_tokenizer(
+    open_corpus: Callable[[], Corpus], *, manifest: str, options: Arguments, ranks: Ranks
+) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer that the options name, or one trained on a corpus, equal on every rank. Collective.
+
+    Only a rank that trains it calls `open_corpus`; `manifest` is that of the corpus.
+    """
+    if options.tokenizer_name is not None:
+        source = fetch_tokenizer(options.tokenizer_name, ranks=ranks)
+        load_named = partial(load_tokenizer, source, eos_token=options.eos_token, chat_template=options.chat_template)
+        return on_every(load_named, ranks=ranks)
+    eos_token = options.eos_token or DEFAULT_EOS
+    settings = (options.train_vocab_size, eos_token, options.text_column_name, options.skip_invalid_text)
+    key = digest_of(["tokenizer", FORMAT, CHUNK_CHARS, TRAINING_CHARS, manifest, *settings])
+
+    def build(folder: Path) -> Iterator[None]:
+        return train_tokenizer(
+            folder,
+            corpus=open_corpus(),
+            vocab_size=options.train_vocab_size,
+            eos_token=eos_token,
+            skip_invalid_text=options.skip_invalid_text,
+        )
+
+    folder = _ensure(f"tokenizer-{key}", build, options=options, ranks=ranks)
+    return on_every(partial(load_tokenizer, folder), ranks=ranks)
+
+
+def get_tokens(
+    open_corpus: Callable[[], Corpus],
+    *,
+    manifest: str,
+    encoder: TextEncoder | RowEncoder,
+    max_documents: int | None,
+    options: Arguments,
+    ranks: Ranks,
+) -> TokenStore:
+    """Return a corpus as tokens, cached before or read now, equal on every rank. Collective.
+
+    Only a rank that reads it calls `open_corpus`; `manifest` is that of the corpus.
+    """
+    _check_equal(encoder.identity, ranks=ranks, what="tokenizer")
+    settings = (max_documents, options.text_column_name, options.skip_invalid_text)
+    key = digest_of(["tokens", FORMAT, CHUNK_CHARS, manifest, encoder.identity, *settings])
+
+    def build(folder: Path) -> Iterator[None]:
+        return tokenise(
+            folder,
+            corpus=open_corpus(),
+            encoder=encoder,
+            num_workers=encoder.max_workers or num_tokenising_workers(options),
+            skip_invalid_text=options.skip_invalid_text,
+            max_documents=max_documents,
+            show_progress=ranks.rank == 0,
+        )
+
+    folder = _ensure(f"tokens-{key}", build, options=options, ranks=ranks)
+    store = on_every(partial(TokenStore, folder), ranks=ranks)
+    _check_equal(store.facts.digest, ranks=ranks, what=f"tokens in {folder}")
+    return store
+
+
+def _ensure(name: str, build: Callable[[Path], Iterator[None]], *, options: Arguments, ranks: Ranks) -> Path:
+    folder = cache_folder(options) / name
+    if options.overwrite_cache:
+        discard(folder, ranks=ranks)
+    build_once(folder, build, ranks=ranks)
+    return folder
+
+
+def _check_equal(identity: str, *, ranks: Ranks, what: str) -> None:
+    """Raise on all ranks unless they hold the same: hosts may hold different files under one name."""
+    identities = ranks.gather(identity)
+    differing = [rank for rank, other in enumerate(identities) if other != identities[0]]
+    if differing:
+        raise ValueError(
+            f"ranks {differing} have another {what} than rank 0; make the files equal on all hosts, "
+            "then pass --overwrite_cache"
+        )

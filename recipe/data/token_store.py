@@ -3,8 +3,9 @@
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,17 @@ FACTS = "facts.json"
 TOKENS_AT_ONCE = 1 << 22
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LeftOut:
     """Counts of what a corpus has and its store lacks."""
 
-    num_empty: Mapping[str, int] = field(default_factory=dict)  # documents without text, by file
-    num_untrained: Mapping[str, int] = field(default_factory=dict)  # rows without a token to train on, by file
-    num_invalid: Mapping[str, int] = field(default_factory=dict)  # what was not UTF-8, skipped on request, by file
+    num_empty: Counter[str] = field(default_factory=Counter)  # documents without text, by file
+    num_untrained: Counter[str] = field(default_factory=Counter)  # rows without a token to train on, by file
+    num_invalid: Counter[str] = field(default_factory=Counter)  # what was not UTF-8, skipped on request, by file
     num_eos_in_text: int = 0  # end-of-document tokens that the text itself spelt and that were dropped
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StoreFacts(LeftOut):
     """The content of facts.json."""
 
@@ -59,6 +60,11 @@ class TokenWriter:
     def num_documents(self) -> int:
         return len(self._ends)
 
+    @property
+    def num_pending(self) -> int:
+        """Tokens of the document being written."""
+        return self.num_tokens - (self._ends[-1] if self._ends else 0)
+
     def add(self, ids: NDArray[np.int64], *, trained: NDArray[np.bool_] | None = None) -> None:
         """Append ids, [num_ids], to the document being written; `trained` [num_ids] where the store has a mask."""
         self._file.write(ids.astype(self._dtype).tobytes())
@@ -73,7 +79,7 @@ class TokenWriter:
 
     def cancel_document(self) -> None:
         """Forget what was added since the last document ended."""
-        self.num_tokens = self._ends[-1] if self._ends else 0
+        self.num_tokens -= self.num_pending
         self._file.seek(self.num_tokens * self._dtype.itemsize)
         self._file.truncate()
         if self._mask is not None:
@@ -102,10 +108,10 @@ class TokenWriter:
             num_trained_tokens=int(counts.sum()),
             has_mask=self._mask is not None,
             vocab_size=self._vocab_size,
-            **asdict(left_out),
+            **vars(left_out),
             digest=digest.hexdigest(),
         )
-        (self._folder / FACTS).write_text(json.dumps(asdict(facts), indent=1, sort_keys=True))
+        (self._folder / FACTS).write_text(json.dumps(vars(facts), indent=1, sort_keys=True))
 
     def close(self) -> None:
         self._file.close()
@@ -123,7 +129,7 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.facts = StoreFacts(**_read_facts(folder))
+        self.facts = StoreFacts(**json.loads((folder / FACTS).read_text()))
         dtype = token_dtype(self.facts.vocab_size)
         self.tokens = self._map(TOKENS, dtype=dtype)
         self.trained: NDArray[np.bool_] | None = None
@@ -166,11 +172,6 @@ def entropy_nats(counts: NDArray[np.int64]) -> float:
     """Return the entropy of the distribution that `counts` is proportional to: the loss of the best constant guess."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-def _read_facts(folder: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
-    return facts
 
 
 def _map_file(path: Path, *, dtype: np.dtype[Any]) -> NDArray[Any]:

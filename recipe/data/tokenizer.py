@@ -214,7 +214,9 @@ class TextEncoder:
         self.max_workers = None if self._fast is not None else 1
         self.eos_id: int = tokenizer.eos_token_id
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
-        self.prefix = self._find_prefix()
+        bos_id, first = tokenizer.bos_token_id, tokenizer("a")["input_ids"][:1]
+        starts_with_bos = bos_id is not None and bos_id != self.eos_id and first == [bos_id]
+        self.prefix: tuple[int, ...] = (bos_id,) if starts_with_bos else ()
 
     @property
     def identity(self) -> str:
@@ -230,11 +232,6 @@ class TextEncoder:
             plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
             rows = self._tokenizer(list(texts), **plain)["input_ids"]
         return [np.asarray(row, dtype=np.int64) for row in rows]
-
-    def _find_prefix(self) -> tuple[int, ...]:
-        bos_id = self._tokenizer.bos_token_id
-        first = self._tokenizer("a")["input_ids"][:1]
-        return (bos_id,) if bos_id is not None and bos_id != self.eos_id and first == [bos_id] else ()
 
 
 def private_copy(tokenizer: "PreTrainedTokenizerBase") -> Any:

@@ -26,7 +26,7 @@ from recipe.dry_run.fake_world import config_of
 from recipe.dry_run.ledger import Ledger, axis_of
 from recipe.engine.engine import Engine, build_optimizer
 from recipe.plan.job import Job
-from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
+from recipe.settings.parallel import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
 from recipe.settings.resolve import NEVER_PRINT_STEPS
 from recipe.settings.training import OptimizerOptions
 from recipe.shared.sent import Sent, add_up

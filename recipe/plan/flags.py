@@ -15,8 +15,8 @@ from recipe.plan.job import ELEMENT_BYTES, Job, job_of
 from recipe.plan.search import PlanRequest, layout_rules
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
-from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY
 from recipe.settings.model import CONFIG_FLAG, read_model, run_options, sizes_of
+from recipe.settings.parallel import ACCUMULATION_KEY, MICRO_KEY
 from recipe.settings.presets import PRESETS
 from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
 from recipe.settings.sources import load_deepspeed_json

@@ -19,7 +19,7 @@ from recipe.plan.step_time import mfu
 from recipe.plan.traffic import planned_traffic
 from recipe.plan.transfer_time import describe_overlap
 from recipe.plan.zero3 import zero_number
-from recipe.settings.layout import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
+from recipe.settings.parallel import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
 from recipe.settings.resolve import BUCKET_KEY, zero_block
 from recipe.shared.flops import count_parameters, model_flops_per_token
 from recipe.shared.units import aligned, duration, size

@@ -19,10 +19,9 @@ from recipe.plan.hardware import Hardware
 from recipe.plan.job import Job
 from recipe.plan.memory import MemoryModel, MemoryPlan
 from recipe.plan.step_time import TimeModel, TimePlan
-from recipe.settings.execution import GraphFacts, WorldInfo, can_be_graphed, default_experts_backend
 from recipe.settings.flags import Arguments
-from recipe.settings.layout import ROW_ALIGNMENT
 from recipe.settings.model import sizes_of
+from recipe.settings.parallel import ROW_ALIGNMENT, GraphFacts, WorldInfo, can_be_graphed, default_experts_backend
 from recipe.settings.resolve import BUCKET_KEY, USUAL_BUCKET, dropout_faults, reserves_bucket, zero_block
 from recipe.settings.training import zero_stage_faults
 from recipe.shared.units import GIB, size

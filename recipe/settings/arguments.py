@@ -7,7 +7,7 @@ Every fault is collected and raised in one message.
 import argparse
 import difflib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,6 +49,15 @@ class _Collected:
     places: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     all_files_read: bool = True
+
+    def read(self, path: str, reader: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+        """Read a file that the user named; a fault, and nothing, where it cannot be."""
+        try:
+            return reader(path)
+        except ValueError as error:
+            self.faults.append(str(error))
+            self.all_files_read = False
+            return {}
 
     def lay_under(self, layer: Mapping[str, Any], *, place: str) -> None:
         """Add the flags of a layer that no higher layer has set; `place` reads like "on the command line"."""
@@ -102,7 +111,7 @@ def parse_arguments(argv: Sequence[str] | None = None, *, defaults: Mapping[str,
     words = _scan(argv, faults=collected.faults)
     collected.lay_under(_values(words.flags, collected=collected), place=COMMAND_LINE)
     for path in words.files:
-        _lay_file_under(path, collected=collected)
+        collected.lay_under(collected.read(path, _read_argument_file), place=f"in {path}")
     if len(words.files) > 1:
         collected.faults.append(f"only one argument file can be read, got {', '.join(words.files)}")
     _lay_block_under(collected)
@@ -155,17 +164,6 @@ def _values(flags: Mapping[str, list[str]], *, collected: _Collected) -> dict[st
     return values
 
 
-def _lay_file_under(path: str, *, collected: _Collected) -> None:
-    """Lay an argument file under what the command line gave."""
-    try:
-        layer = _read_argument_file(path)
-    except ValueError as error:
-        collected.faults.append(str(error))
-        collected.all_files_read = False
-        return
-    collected.lay_under(layer, place=f"in {path}")
-
-
 def _read_argument_file(path: str) -> dict[str, Any]:
     """Read flags as `name: value` from a .json, .yaml or .yml file."""
     if path.endswith(".json"):
@@ -186,12 +184,7 @@ def _lay_block_under(collected: _Collected) -> None:
     path = collected.values.get("ds_config")
     if path is None:
         return
-    try:
-        block = load_deepspeed_json(path).get("arguments", {})
-    except ValueError as error:
-        collected.faults.append(str(error))
-        collected.all_files_read = False
-        return
+    block = collected.read(path, load_deepspeed_json).get("arguments", {})
     place = f'in the "arguments" block of {path}'
     if not isinstance(block, dict):
         collected.faults.append(f'"arguments" in {path} must be an object of flags and values, got {block!r}')

@@ -121,7 +121,12 @@ FIXED_VALUES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("checkpoint.load_universal", (False,), "checkpoints are loaded by our own code"),
     ("checkpoint.use_node_local_storage", (False,), "the commit protocol needs one folder that all ranks see"),
     ("checkpoint.writer", (), "checkpoints are committed by our own protocol, when all of their files are written"),
+    ("optimizer.type", ("AdamW", "Adam"), "the optimizer is AdamW, also where the block is left out"),
     ("optimizer.params.adam_w_mode", (True,), "the weight decay is decoupled"),
+    ("scheduler.params.warmup_min_lr", (0, "auto"), "the warm-up is linear from 0"),
+    ("scheduler.params.warmup_min_ratio", (0, "auto"), "the warm-up is linear from 0"),
+    ("scheduler.params.warmup_type", ("linear",), "the warm-up is linear from 0"),
+    ("torch_autocast.enabled", (False,), 'it would cast the float32 router; use "bf16"'),
     ("zero_optimization.cpu_offload", (False,), _OFFLOAD),
     ("zero_optimization.cpu_offload_param", (False,), _OFFLOAD),
     ("zero_optimization.offload_optimizer.device", ("none",), _OFFLOAD),
@@ -167,8 +172,6 @@ def refused_keys(deepspeed_json: Mapping[str, Any]) -> Iterator[str]:
             yield f'"{key}" was removed from DeepSpeed; leave it out'
         elif key in REFUSED_BLOCKS and not _is_off(value):
             yield f'"{key}" cannot be used: {REFUSED_BLOCKS[key]}'
-    if look_up(deepspeed_json, "torch_autocast.enabled") not in (None, False):
-        yield '"torch_autocast" cannot be used: it would cast the float32 router; use "bf16"'
     for path, allowed, reason in FIXED_VALUES:
         value = look_up(deepspeed_json, path)
         if value is not None and value not in allowed:

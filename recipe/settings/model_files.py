@@ -51,25 +51,21 @@ FILE_TYPES: Mapping[str, FileType] = {
     "olmoe": _stock("olmoe", absent={"norm_topk_prob": False, "rms_norm_eps": 1e-5}),
 }
 
-OF_EXPERTS = (
+NOT_OF_DENSE = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
-    *("norm_topk_prob", "score_function", "routed_scaling_factor", "router_bias"),
+    *("norm_topk_prob", "score_function", "routed_scaling_factor", "router_bias", "clip_qkv"),
 )
+
+
+def _dense(qk_norm: str, **differs: Any) -> FileType:
+    return FileType(implied={"qk_norm": qk_norm}, lacks=NOT_OF_DENSE, **differs)
+
+
 # Types without experts. A mixture of copies of their feed-forward is the same function where its weights sum to 1.
 DENSE_TYPES: Mapping[str, FileType] = {
-    "llama": FileType(implied={"qk_norm": "none"}, lacks=(*OF_EXPERTS, "clip_qkv")),
-    "mistral": FileType(
-        implied={"qk_norm": "none"},
-        absent={"num_key_value_heads": 8},
-        lacks=(*OF_EXPERTS, "clip_qkv"),
-        window=4096,
-    ),
-    "qwen3": FileType(
-        implied={"qk_norm": "head"},
-        absent={"num_key_value_heads": 32, "head_dim": 128},
-        lacks=(*OF_EXPERTS, "clip_qkv"),
-        window_is_off=True,
-    ),
+    "llama": _dense("none"),
+    "mistral": _dense("none", absent={"num_key_value_heads": 8}, window=4096),
+    "qwen3": _dense("head", absent={"num_key_value_heads": 32, "head_dim": 128}, window_is_off=True),
 }
 
 # Say nothing about the function the model computes, or are the tokenizer's or the run's to say.

@@ -22,9 +22,8 @@ from recipe.settings.deepspeed_keys import (
     size_faults,
     unknown_keys,
 )
-from recipe.settings.execution import GraphFacts, WorldInfo, settle_graphs
 from recipe.settings.flags import Arguments
-from recipe.settings.layout import Batch, settle_layout
+from recipe.settings.parallel import Batch, GraphFacts, WorldInfo, settle_graphs, settle_layout
 from recipe.settings.sources import Sources
 from recipe.settings.training import (
     OptimizerOptions,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from recipe.settings.deepspeed_keys import look_up
-from recipe.settings.flags import Arguments, flag_specs, same_value
+from recipe.settings.flags import Arguments, convert, flag_specs, same_value
 from recipe.shared.json_files import read_json_object
 
 
@@ -31,13 +31,15 @@ class Found(NamedTuple):
 class Sources:
     """The flags and the DeepSpeed JSON, and what was found while reading them.
 
-    faults  every fault, in words
-    notes   what each "auto" became
+    parallel  the "parallel" block of the JSON
+    faults    every fault, in words
+    notes     what each "auto" became
     """
 
     def __init__(self, arguments: Arguments, *, deepspeed_json: Mapping[str, Any]) -> None:
         self.arguments = arguments
         self.json = deepspeed_json
+        self.parallel: Mapping[str, Any] = deepspeed_json.get("parallel") or {}
         self.file = arguments.ds_config or "the DeepSpeed configuration"
         self.faults: list[str] = []
         self.notes: list[str] = []
@@ -56,9 +58,7 @@ class Sources:
 
     def read(self, flag: str, *, paths: tuple[str, ...]) -> Found:
         """Return the value with its origin, for one that may still be derived from others; no note of "auto"."""
-        candidates: list[Found] = []
-        if flag in self.arguments.given:
-            candidates.append(Found(getattr(self.arguments, flag), f"--{flag} {self.arguments.place(flag)}"))
+        candidates = self.given(flag)
         for path in paths:
             value = look_up(self.json, path)
             if value not in (None, "auto"):
@@ -69,6 +69,20 @@ class Sources:
                     self.faults.append(f"{origin}: {error}")
         self.agree(candidates)
         return candidates[0] if candidates else Found(getattr(self.arguments, flag), None)
+
+    def given(self, flag: str) -> list[Found]:
+        """Return the flag's value if it was set, or nothing."""
+        if flag not in self.arguments.given:
+            return []
+        return [Found(getattr(self.arguments, flag), f"--{flag} {self.arguments.place(flag)}")]
+
+    def convert(self, value: object, *, kind: type, origin: str, advice: str = "") -> Any:
+        """Read `value` as a `kind`; None, and a fault that ends with the advice, where it is none."""
+        try:
+            return convert(value, kind=kind)
+        except ValueError as error:
+            self.faults.append(f"{origin}: {error}{advice}")
+            return None
 
     def agree(self, candidates: list[Found]) -> None:
         """Record a fault for every candidate that differs from the first."""

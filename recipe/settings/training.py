@@ -21,7 +21,6 @@ SCHEDULERS: Mapping[str, str] = {
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine_with_min_lr",
 }
-OPTIMIZER_TYPES = ("AdamW", "Adam")
 DEEPSPEED_COS_MIN_RATIO = 0.0001  # what WarmupCosineLR takes where the JSON names none
 
 
@@ -88,13 +87,7 @@ def zero_stage_faults(stage: int, *, precision: str) -> Iterator[str]:
 
 
 def settle_optimizer(sources: Sources) -> OptimizerOptions:
-    """Settle AdamW's numbers; the "optimizer" block must describe AdamW as well."""
-    kind = look_up(sources.json, "optimizer.type")
-    if kind is not None and kind not in OPTIMIZER_TYPES:
-        sources.faults.append(
-            f'"optimizer.type": {kind!r} in {sources.file} is not available; the optimizer is AdamW: '
-            'use "AdamW" or leave the block out'
-        )
+    """Settle AdamW's numbers."""
     rate = sources.take("learning_rate", paths=("optimizer.params.lr", "scheduler.params.warmup_max_lr"))
     return OptimizerOptions(
         learning_rate=rate,
@@ -121,7 +114,6 @@ def settle_schedule_options(sources: Sources, *, learning_rate: float) -> Schedu
     )
     if warmup > 1 and warmup != int(warmup):
         sources.faults.append(f"warmup_steps={warmup} is neither a whole number of steps nor a share below 1")
-    _check_scheduler_params(sources)
     faults = list(schedule_faults(options))
     sources.faults += faults
     return options if faults else settle_schedule(options)
@@ -181,8 +173,7 @@ def schedule_faults(options: ScheduleOptions) -> Iterator[str]:
 
 
 def _betas(sources: Sources) -> tuple[float, float]:
-    arguments = sources.arguments
-    ours = (arguments.adam_beta1, arguments.adam_beta2)
+    ours = (sources.arguments.adam_beta1, sources.arguments.adam_beta2)
     theirs = look_up(sources.json, "optimizer.params.betas")
     if theirs is None:
         return ours
@@ -194,31 +185,27 @@ def _betas(sources: Sources) -> tuple[float, float]:
     except (TypeError, ValueError):
         sources.faults.append(f'"optimizer.params.betas": {theirs!r} in {sources.file} is not a list of two numbers')
         return ours
-    for index, (flag, value) in enumerate((("adam_beta1", first), ("adam_beta2", second))):
+    for index, value in enumerate((first, second)):
         there = Found(value, f'"optimizer.params.betas"[{index}] in {sources.file}')
         if not 0 <= value <= 1:
             sources.faults.append(f"{there.origin}: {value} must lie between 0 and 1")
-        if flag in arguments.given:
-            sources.agree([Found(ours[index], f"--{flag} {arguments.place(flag)}"), there])
+        sources.agree([*sources.given(f"adam_beta{index + 1}"), there])
     return first, second
 
 
 def _kind(sources: Sources) -> str:
     """Settle the schedule's shape; a "scheduler" block and --lr_scheduler_type must name the same one."""
-    arguments, theirs = sources.arguments, look_up(sources.json, "scheduler.type")
+    ours, theirs = sources.arguments.lr_scheduler_type, look_up(sources.json, "scheduler.type")
     if theirs is None:
-        return arguments.lr_scheduler_type
+        return ours
     if theirs not in SCHEDULERS:
         sources.faults.append(
             f'"scheduler.type": {theirs!r} in {sources.file} is not available; use one of {", ".join(SCHEDULERS)}, '
             "or leave the block out and use --lr_scheduler_type"
         )
-        return arguments.lr_scheduler_type
+        return ours
     kind = SCHEDULERS[theirs]
-    if "lr_scheduler_type" in arguments.given:
-        origin = f"--lr_scheduler_type {arguments.place('lr_scheduler_type')}"
-        there = f'"scheduler.type": "{theirs}" in {sources.file}'
-        sources.agree([Found(arguments.lr_scheduler_type, origin), Found(kind, there)])
+    sources.agree([*sources.given("lr_scheduler_type"), Found(kind, f'"scheduler.type": "{theirs}" in {sources.file}')])
     sources.notes.append(f'"scheduler.type": "{theirs}" became lr_scheduler_type {kind}, with a linear warm-up')
     return kind
 
@@ -253,27 +240,8 @@ def _min_lr_ratio(sources: Sources, *, kind: str, learning_rate: float) -> float
 
 def _share(sources: Sources, *, origin: str, value: Any, whole: float = 1.0) -> float:
     """Read `value` as a share of `whole`."""
-    try:
-        number = float(convert(value, kind=float))
-    except ValueError as error:
-        sources.faults.append(f"{origin}: {error}")
-        return 0.0
+    number: float = sources.convert(value, kind=float, origin=origin) or 0.0
     if not 0 <= number <= whole:
         sources.faults.append(f"{origin}: {number} must lie between 0 and {whole:g}")
         return 0.0
     return number / whole if whole else 0.0
-
-
-def _check_scheduler_params(sources: Sources) -> None:
-    """Record settings of DeepSpeed's schedulers that ours have no counterpart for as faults."""
-    for key, allowed in (
-        ("warmup_min_lr", (0, "auto")),
-        ("warmup_min_ratio", (0, "auto")),
-        ("warmup_type", ("linear",)),
-    ):
-        value = look_up(sources.json, f"scheduler.params.{key}")
-        if value is not None and value not in allowed:
-            sources.faults.append(
-                f'"scheduler.params.{key}": {value!r} in {sources.file} is not available; '
-                f"the warm-up is linear from 0: use {allowed[0]!r} or leave it out"
-            )

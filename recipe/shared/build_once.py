@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 from uuid import uuid4
 
 from recipe.shared.errors import RanksFailedError
@@ -15,13 +15,6 @@ from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_every, run_in_steps
 
 LOCK_POLL_S = 0.1
-
-
-class _View(NamedTuple):
-    """Whether a rank sees the folder, and on which host."""
-
-    host: str
-    present: bool
 
 
 def build_once(folder: Path, build: Callable[[Path], Iterator[None]], *, ranks: Ranks, host: str | None = None) -> None:
@@ -50,11 +43,19 @@ def once_per_file_system(
     all ranks, which says `what` it is, where one does not see it even then; an error of `is_present` is raised on all.
     """
     host = socket.gethostname() if host is None else host
-    for choose in (_first_rank, _first_rank_of_each_host):
-        builders = choose(_views(is_present, host=host, ranks=ranks))
-        if builders:
-            run_in_steps(work() if ranks.rank in builders else None, ranks=ranks)
-    missing = [rank for rank, view in enumerate(_views(is_present, host=host, ranks=ranks)) if not view.present]
+
+    def unseen() -> dict[int, str]:
+        """Return the hosts of the ranks that do not see it, by rank."""
+        views = ranks.gather((host, on_every(is_present, ranks=ranks)))
+        return {rank: its_host for rank, (its_host, is_seen) in enumerate(views) if not is_seen}
+
+    if missing := unseen():
+        run_in_steps(work() if ranks.rank == min(missing) else None, ranks=ranks)
+        missing = unseen()
+    if missing:
+        first_of_host = {its_host: rank for rank, its_host in reversed(missing.items())}
+        run_in_steps(work() if ranks.rank in first_of_host.values() else None, ranks=ranks)
+        missing = unseen()
     if missing:
         text = f"does not see {what} although a rank of its host made it"
         raise RanksFailedError(dict.fromkeys(missing, text))
@@ -63,22 +64,6 @@ def once_per_file_system(
 def discard(folder: Path, *, ranks: Ranks) -> None:
     """Remove `folder` on every file system; programs that have its files open keep them; collective."""
     on_every(lambda: _remove(folder), ranks=ranks)
-
-
-def _views(is_present: Callable[[], bool], *, host: str, ranks: Ranks) -> list[_View]:
-    return ranks.gather(_View(host, on_every(is_present, ranks=ranks)))
-
-
-def _first_rank(views: list[_View]) -> set[int]:
-    return set([rank for rank, view in enumerate(views) if not view.present][:1])
-
-
-def _first_rank_of_each_host(views: list[_View]) -> set[int]:
-    first: dict[str, int] = {}
-    for rank, view in enumerate(views):
-        if not view.present:
-            first.setdefault(view.host, rank)
-    return set(first.values())
 
 
 def _build(folder: Path, build: Callable[[Path], Iterator[None]]) -> Generator[None, None, None]:

@@ -6,7 +6,7 @@ world of one. It moves pickled Python objects between hosts: decisions and small
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,66 +19,40 @@ class RanksMissingError(TimeoutError):
     """Some ranks did not come to a meeting in time: a collective function was called on a part of the ranks only."""
 
 
-class Ranks(Protocol):
-    """Processes that act together. Every method is collective: all ranks call it, in the same order."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def gather(self, value: object) -> list[Any]:
-        """Return every rank's value, by rank, on every rank; that takes the memory of all of them everywhere."""
-        ...
-
-    def first(self, value: object) -> Any:
-        """Return rank 0's value on every rank; what the others give is not used."""
-        ...
-
-    def any(self, value: bool) -> bool:
-        """Return whether `value` is true on any rank."""
-        ...
-
-    def any_later(self, value: bool) -> Callable[[], bool]:
-        """Ask as `any` does, without waiting; calling what is returned, once on every rank, gives the answer."""
-        ...
-
-    def barrier(self) -> None:
-        """Return once every rank has called."""
-        ...
-
-    def meet(self, purpose: str, *, timeout_s: float) -> None:
-        """Wait for every rank; RanksMissingError, with `purpose` and the absent ranks' numbers, after `timeout_s`."""
-        ...
-
-
-class OneRank:
-    """A world of one process."""
+class Ranks:
+    """Processes that act together: here a world of one. Every method is collective: all call it, in the same order."""
 
     rank = 0
     world_size = 1
 
     def gather(self, value: object) -> list[Any]:
+        """Return every rank's value, by rank, on every rank; that takes the memory of all of them everywhere."""
         return [value]
 
     def first(self, value: object) -> Any:
+        """Return rank 0's value on every rank; what the others give is not used."""
         return value
 
     def any(self, value: bool) -> bool:
-        return value
+        """Return whether `value` is true on any rank."""
+        return self.any_later(value)()
 
     def any_later(self, value: bool) -> Callable[[], bool]:
+        """Ask as `any` does, without waiting; calling what is returned, once on every rank, gives the answer."""
         return lambda: value
 
     def barrier(self) -> None:
-        return None
+        """Return once every rank has called."""
 
     def meet(self, purpose: str, *, timeout_s: float) -> None:
-        return None
+        """Wait for every rank; RanksMissingError, with `purpose` and the absent ranks' numbers, after `timeout_s`."""
 
 
-class TorchRanks:
+class OneRank(Ranks):
+    """A world of one process."""
+
+
+class TorchRanks(Ranks):
     """The ranks of a group of torch.distributed, counted within it; the whole world where `group` is None.
 
     torch.distributed must be initialised, and the calling process must belong to the group.
@@ -90,10 +64,10 @@ class TorchRanks:
         member = dist.group.WORLD if group is None else group
         if member is None:
             raise ValueError("TorchRanks needs torch.distributed to be initialised; for one process use OneRank()")
-        self.rank: int = dist.get_rank(member)
+        self.rank = dist.get_rank(member)
         if self.rank < 0:
             raise ValueError("TorchRanks needs a group that this process belongs to")
-        self.world_size: int = dist.get_world_size(member)
+        self.world_size = dist.get_world_size(member)
         self._group: ProcessGroup = member
         self._store = member.get_group_store()
 
@@ -110,9 +84,6 @@ class TorchRanks:
         values = [value]
         dist.broadcast_object_list(values, group=self._group, group_src=0)
         return values[0]
-
-    def any(self, value: bool) -> bool:
-        return self.any_later(value)()
 
     def any_later(self, value: bool) -> Callable[[], bool]:
         import torch

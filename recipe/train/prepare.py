@@ -19,7 +19,7 @@ from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.spec import spec_of
 from recipe.checkpoint.run_folder import RunFolder
-from recipe.data.options import DataOptions, option_faults
+from recipe.data.options import option_faults
 from recipe.data.prepare import PreparedData, prepare_data
 from recipe.engine.engine import Engine, build_optimizer, freeze_parameters
 from recipe.engine.graphs import CudaCapture, install_graphs
@@ -171,33 +171,13 @@ def start_engine(model: GatherMoeForCausalLM, *, arguments: Arguments, settings:
     return engine
 
 
-def data_options(arguments: Arguments, *, model_folder: Path | None = None) -> DataOptions:
-    """Collect the data flags. `model_folder` has the tokenizer where none is named; None before a hub download."""
+def data_options(arguments: Arguments, *, model_folder: Path | None = None) -> Arguments:
+    """Settle the tokenizer: where none is named it is in `model_folder`, which is None before a hub download."""
     name = arguments.model_name_or_path
     if model_folder is None and name is not None and not is_on_hub(name):
         model_folder = Path(name)
-    return DataOptions(
-        block_size=arguments.block_size,
-        dataset_name=arguments.dataset_name,
-        dataset_config_name=arguments.dataset_config_name,
-        train_file=arguments.train_file,
-        validation_file=arguments.validation_file,
-        data_format=arguments.data_format,
-        train_on=arguments.train_on,
-        packing_strategy=arguments.packing_strategy,
-        chat_template=arguments.chat_template,
-        text_column_name=arguments.text_column_name,
-        validation_split_percentage=arguments.validation_split_percentage,
-        tokenizer_name=arguments.tokenizer_name or (name if model_folder is None else _own_tokenizer(model_folder)),
-        eos_token=arguments.eos_token,
-        train_vocab_size=arguments.train_vocab_size,
-        streaming=arguments.streaming,
-        max_train_documents=arguments.max_train_documents,
-        skip_invalid_text=arguments.skip_invalid_text,
-        preprocessing_num_workers=arguments.preprocessing_num_workers,
-        cache_dir=arguments.cache_dir,
-        overwrite_cache=arguments.overwrite_cache,
-    )
+    tokenizer = arguments.tokenizer_name or (name if model_folder is None else _own_tokenizer(model_folder))
+    return replace(arguments, tokenizer_name=tokenizer)
 
 
 def _own_tokenizer(model_folder: Path) -> str:

@@ -14,22 +14,20 @@ import numpy as np
 import pytest
 
 from recipe.data.conversations import RowEncoder
-from recipe.data.corpora import hub_corpora
+from recipe.data.corpora import file_corpus, hub_corpora
 from recipe.data.documents import Corpus
-from recipe.data.files import file_corpus
-from recipe.data.options import DataFormat, DataOptions, option_faults
+from recipe.data.options import DataFormat
 from recipe.data.packing import IGNORED
 from recipe.data.prepare import PreparedData
 from recipe.data.token_store import LeftOut, TokenStore, TokenWriter
+from recipe.settings.flags import Arguments
 from tests.data_samples import (
     FIVE_TURNS,
     MARKED,
     PLAIN,
-    chat_tokenizer,
     encode_row,
     one_turn,
     prepare,
-    save_chat_words,
     save_words,
     word_tokenizer,
     write_json,
@@ -41,69 +39,18 @@ PAIR = {"prompt": "w1", "completion": " w2"}
 
 
 def encode(
-    fields: dict[str, Any], *, name: str = "chat", train_on: str = "responses", tokenizer: Any = None
-) -> tuple[list[int], list[int]]:
-    """The ids of a row, and the same with 0 for those that are not trained on."""
-    ids, trained = encode_row(tokenizer or chat_tokenizer(PLAIN), fields, name=name, train_on=train_on)
-    return ids, np.where(trained, ids, 0).tolist()
-
-
-def encode_pair(fields: dict[str, Any], **chosen: Any) -> tuple[list[int], list[int]]:
-    return encode(fields, name="prompt_completion", **chosen)
-
-
-def prepare_rows(
-    tmp_path: Path, rows: Sequence[object], *, template: str | None = PLAIN, **chosen: Any
-) -> PreparedData:
-    defaults = {"tokenizer_name": save_chat_words(tmp_path / "words", template)}
-    return prepare(tmp_path, train_file=write_json(tmp_path / "rows.jsonl", rows), **(defaults | chosen))
-
-
-@pytest.mark.parametrize(
-    ("template", "ids", "trained"),
-    [
-        # Without markers, what follows the generation prompt is trained on.
-        (PLAIN, [3, 10, 1, USER, 11, 12, 1, ASSISTANT, 13, 14, 1, USER, 15, 1, ASSISTANT, 16, 1], [8, 9, 10, 15, 16]),
-        (MARKED, [3, 10, USER, 11, 12, ASSISTANT, 13, 14, 1, USER, 15, ASSISTANT, 16, 1], [6, 7, 8, 12, 13]),
-    ],
-)
-def test_markers_or_the_generation_prompt_decide_what_is_trained_on(
-    template: str, ids: list[int], trained: list[int]
-) -> None:
-    read = partial(encode, {"messages": FIVE_TURNS}, tokenizer=chat_tokenizer(template))
-    assert read() == (ids, [token if place in trained else 0 for place, token in enumerate(ids)])
-    assert read(train_on="all") == (ids, ids)
-
-
-def test_an_end_is_added_where_there_is_none_and_trained_on_after_a_response() -> None:
-    bare = chat_tokenizer("{% for m in messages %}{{ '<' + m.role + '> ' + m.content + '\n' }}{% endfor %}")
-    bare.chat_template += "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
-    turns = [USER, 11, 12, ASSISTANT, 13, 14]
-    assert encode({"messages": FIVE_TURNS[1:3]}, tokenizer=bare) == ([*turns, EOS], [0] * 4 + [13, 14, EOS])
-    ids, labels = encode({"messages": FIVE_TURNS[1:4]}, tokenizer=bare)
-    assert (ids, labels) == ([*turns, USER, 15, EOS], [0] * 4 + [13, 14] + [0] * 3)
-
-
-def test_conversations_spelt_from_and_value_are_the_same() -> None:
-    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
-    spelt = [{"from": speakers[m["role"]], "value": m["content"]} for m in FIVE_TURNS]
-    assert encode({"conversations": spelt}) == encode({"messages": FIVE_TURNS})
-    assert encode({"conversations": FIVE_TURNS, "messages": None}) == encode({"messages": FIVE_TURNS})
-
-
-def test_tools_reach_the_template_as_a_list_or_as_json() -> None:
-    tokenizer = chat_tokenizer("{% for t in tools or [] %}{{ t.name + ' ' }}{% endfor %}" + MARKED)
-    fields = one_turn("w1", "w2")
-    want = [17, USER, 11, ASSISTANT, 12, 1]
-    assert encode(fields | {"tools": [{"name": "w7"}]}, tokenizer=tokenizer)[0] == want
-    assert encode(fields | {"tools": '[{"name": "w7"}]'}, tokenizer=tokenizer)[0] == want
-    assert encode(fields | {"tools": None}, tokenizer=tokenizer)[0] == want[1:]
-
-
-def test_fields_that_a_table_filled_with_null_are_not_there() -> None:
-    seen = chat_tokenizer("{% for m in messages %}{{ 'w8 ' if 'tool_calls' in m else 'w9 ' }}{% endfor %}")
-    filled = {"messages": [m | {"tool_calls": None} for m in FIVE_TURNS[:2]]}
-    assert encode(filled, train_on="all", tokenizer=seen)[0] == [19, 19, EOS]
+    fields: dict[str, Any],
+    *,
+    name: str = "chat",
+    train_on: str = "responses",
+    template: str = PLAIN,
+    tokenizer: Any = None,
+) -> str:
+    """The tokens of a row; those that are trained on end in a star."""
+    tokenizer = tokenizer or word_tokenizer(template=template)
+    ids, trained = encode_row(tokenizer, fields, name=name, train_on=train_on)
+    words = tokenizer.convert_ids_to_tokens(ids)
+    return " ".join(word + "*" * is_trained for word, is_trained in zip(words, trained, strict=True))
 
 
 def weighted(*weights: object) -> list[dict[str, Any]]:
@@ -112,55 +59,100 @@ def weighted(*weights: object) -> list[dict[str, Any]]:
     return [m | ({"weight": next(left)} if m["role"] == "assistant" else {}) for m in FIVE_TURNS]
 
 
-def test_a_message_of_no_weight_has_no_labels() -> None:
-    marked = chat_tokenizer(MARKED)
-    for tokenizer, first, last in ((None, [13, 14, 1], [0] * 4), (marked, [13, 14, 1], [0] * 3)):
-        whole, _ = encode({"messages": FIVE_TURNS}, tokenizer=tokenizer)
-        before = len(whole) - len([*first, *last, 16, 1])
-        for weights, labels in (
-            ((0, 1), [0] * (before + 3) + [*last, 16, 1]),
-            ((1.0, 0.0), [0] * before + [*first, *last, 0, 0]),
-            ((0, None), [0] * (before + 3) + [*last, 16, 1]),
-        ):
-            assert encode({"messages": weighted(*weights)}, tokenizer=tokenizer) == (whole, labels)
+def spelt(messages: list[dict[str, Any]]) -> dict[str, Any]:
     speakers = {"system": "system", "user": "human", "assistant": "gpt"}
-    spelt = [{"from": speakers[m.pop("role")], "value": m.pop("content"), **m} for m in weighted(0, 1)]
-    assert encode({"conversations": spelt}) == encode({"messages": weighted(0, 1)})
+    turns = [dict(message) for message in messages]
+    return {"conversations": [{"from": speakers[m.pop("role")], "value": m.pop("content"), **m} for m in turns]}
 
 
-def test_a_weight_that_cannot_be_honoured_is_refused() -> None:
-    doubled = MARKED.replace("{% generation %}", "{% generation %}{% endgeneration %}{% generation %}")
-    shortened = MARKED.replace("m.content + ' <eos>'", "m.content[3:] + ' <eos>'")
-    for template, num_marked in ((doubled, 4), (shortened, 2)):
-        tokenizer = chat_tokenizer(template)
-        assert sum(encode({"messages": weighted(1, 1)}, tokenizer=tokenizer)[1]) > 0
-        with pytest.raises(ValueError, match=rf"line 7: .*of a message is 0, .* the 2 .*\({num_marked} stretches are"):
-            encode({"messages": weighted(0, 1)}, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match=r"line 7: .*is 0, but --train_on all trains on every token; leave the weight"):
-        encode({"messages": weighted(0, 1)}, train_on="all")
-    pair = {"prompt": weighted(0, 0)[:4], "completion": weighted(0, 1)[4:]}
-    assert encode_pair(pair)[1] == [0] * 15 + [16, EOS]
-    with pytest.raises(ValueError, match=r"line 7: .*is 0, but a completion is trained on as a whole; leave the"):
-        encode_pair(pair | {"completion": weighted(1, 0)[4:]})
-    with pytest.raises(ValueError, match=r"line 7, message 3 of 'messages': 'weight' must be 0 \(do not .* not 0.5"):
-        encode({"messages": weighted(0.5, 1)})
+def prepare_rows(
+    tmp_path: Path, rows: Sequence[object], *, template: str | None = PLAIN, **chosen: Any
+) -> PreparedData:
+    defaults = {"tokenizer_name": save_words(tmp_path / "words", template=template)}
+    return prepare(tmp_path, train_file=write_json(tmp_path / "rows.jsonl", rows), **(defaults | chosen))
 
 
-def test_a_completion_alone_is_trained_on() -> None:
-    pair = {"prompt": "w1 w2", "completion": " w3"}
-    for completion in (" w3", " w3 <eos>"):
-        assert encode_pair(pair | {"completion": completion}) == ([11, 12, 13, EOS], [0, 0, 13, EOS])
-    assert encode_pair(pair, train_on="all") == ([11, 12, 13, EOS], [11, 12, 13, EOS])
-    begins = word_tokenizer(bos=True)  # a prompt starts where documents start
-    for prompt in ("w1", "<bos> w1"):
-        assert encode_pair(PAIR | {"prompt": prompt}, tokenizer=begins)[0] == [2, 11, 12, EOS]
-    assert encode_pair(PAIR, tokenizer=begins)[1] == [0, 0, 12, EOS]
+BARE = (
+    "{% for m in messages %}{{ '<' + m.role + '> ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+TOOLS = "{% for t in tools or [] %}{{ t.name + ' ' }}{% endfor %}" + MARKED
+SEES_CALLS = "{% for m in messages %}{{ 'w8 ' if 'tool_calls' in m else 'w9 ' }}{% endfor %}"
+DOUBLED = MARKED.replace("{% generation %}", "{% generation %}{% endgeneration %}{% generation %}")
+SHORTENED = MARKED.replace("m.content + ' <eos>'", "m.content[3:] + ' <eos>'")
+FORGETS = PLAIN.replace("m.content", "(m.content if loop.last else 'w9')")
+WANTS_TWO = "{% if messages | length == 1 %}{{ raise_exception('no user query') }}{% endif %}" + PLAIN
+LOOKS_FIRST = "{% if messages[0].role == 'system' %}{% endif %}" + PLAIN
+TURNS, PAIR_OF_TEXTS = {"messages": FIVE_TURNS}, {"prompt": "w1 w2", "completion": " w3"}
+ONE, TOOL = one_turn("w1", "w2"), {"name": "w7"}
+
+FIVE = "<system> w0 <eos> <user> w1 w2 <eos> <assistant> w3* w4* <eos>* <user> w5 <eos> <assistant> w6* <eos>*"
+LAST = FIVE.replace("w3* w4* <eos>*", "w3 w4 <eos>")
+FIRST = FIVE.replace("w6* <eos>*", "w6 <eos>")
+FIVE_MARKED = "<system> w0 <user> w1 w2 <assistant> w3* w4* <eos>* <user> w5 <assistant> w6* <eos>*"
+LAST_MARKED = FIVE_MARKED.replace("w3* w4* <eos>*", "w3 w4 <eos>")
+FIRST_MARKED = FIVE_MARKED.replace("w6* <eos>*", "w6 <eos>")
 
 
-def test_prompts_and_completions_may_be_messages() -> None:
-    ids, labels = encode_pair({"prompt": FIVE_TURNS[:4], "completion": FIVE_TURNS[4:]})
-    assert ids == encode({"messages": FIVE_TURNS})[0]
-    assert labels == [0] * 15 + [16, EOS]
+@pytest.mark.parametrize(
+    ("want", "fields", "chosen"),
+    [
+        (FIVE, TURNS, {}),  # without markers, what follows the generation prompt is trained on
+        (FIVE_MARKED, TURNS, {"template": MARKED}),
+        # An end is added where there is none, and trained on after a response.
+        ("<user> w1 w2 <assistant> w3* w4* <eos>*", {"messages": FIVE_TURNS[1:3]}, {"template": BARE}),
+        ("<user> w1 w2 <assistant> w3* w4* <user> w5 <eos>", {"messages": FIVE_TURNS[1:4]}, {"template": BARE}),
+        (FIVE, spelt(FIVE_TURNS), {}),
+        (FIVE, {"conversations": FIVE_TURNS, "messages": None}, {}),
+        ("w7 <user> w1 <assistant> w2* <eos>*", ONE | {"tools": [TOOL]}, {"template": TOOLS}),
+        ("w7 <user> w1 <assistant> w2* <eos>*", ONE | {"tools": '[{"name": "w7"}]'}, {"template": TOOLS}),
+        ("<user> w1 <assistant> w2* <eos>*", ONE | {"tools": None}, {"template": TOOLS}),
+        # Fields that a table filled with null are not there.
+        (
+            "w9* w9* <eos>*",
+            {"messages": [m | {"tool_calls": None} for m in FIVE_TURNS[:2]]},
+            {"train_on": "all", "template": SEES_CALLS},
+        ),
+        # A message of no weight has no labels.
+        (LAST, {"messages": weighted(0, 1)}, {}),
+        (FIRST, {"messages": weighted(1.0, 0.0)}, {}),
+        (LAST, {"messages": weighted(0, None)}, {}),
+        (LAST_MARKED, {"messages": weighted(0, 1)}, {"template": MARKED}),
+        (FIRST_MARKED, {"messages": weighted(1.0, 0.0)}, {"template": MARKED}),
+        (LAST_MARKED, {"messages": weighted(0, None)}, {"template": MARKED}),
+        (LAST, spelt(weighted(0, 1)), {}),
+        (FIVE_MARKED, {"messages": weighted(1, 1)}, {"template": DOUBLED}),
+        (
+            FIVE_MARKED.replace("w3* ", "").replace("w6* ", ""),
+            {"messages": weighted(1, 1)},
+            {"template": SHORTENED},
+        ),
+        (
+            "<assistant> w3 w4 <eos> <user> w5 <eos> <assistant> w6* <eos>*",
+            {"messages": weighted(0, 1)[2:]},
+            {"template": LOOKS_FIRST},
+        ),
+        # A completion alone is trained on; a prompt starts where documents start.
+        ("w1 w2 w3* <eos>*", PAIR_OF_TEXTS, {}),
+        ("w1 w2 w3* <eos>*", PAIR_OF_TEXTS | {"completion": " w3 <eos>"}, {}),
+        ("w1* w2* w3* <eos>*", PAIR_OF_TEXTS, {"train_on": "all"}),
+        ("<bos> w1 w2* <eos>*", PAIR, {"tokenizer": word_tokenizer(bos=True)}),
+        ("<bos> w1 w2* <eos>*", PAIR | {"prompt": "<bos> w1"}, {"tokenizer": word_tokenizer(bos=True)}),
+        (LAST, {"prompt": FIVE_TURNS[:4], "completion": FIVE_TURNS[4:]}, {}),
+        (LAST, {"prompt": weighted(0, 0)[:4], "completion": weighted(0, 1)[4:]}, {}),
+    ],
+)
+def test_a_row_becomes_tokens_of_which_the_responses_are_trained_on(
+    want: str, fields: dict[str, Any], chosen: dict[str, Any]
+) -> None:
+    assert encode(fields, name="prompt_completion" if "prompt" in fields else "chat", **chosen) == want
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, FORGETS, WANTS_TWO, LOOKS_FIRST])
+def test_any_template_will_do_where_every_token_is_trained_on(template: str) -> None:
+    whole = encode({"messages": [FIVE_TURNS[0], *FIVE_TURNS[2:]]}, train_on="all", template=template)
+    assert whole.split()[-2:] == ["w6*", "<eos>*"]
+    assert whole.count("*") == len(whole.split()) >= 9
 
 
 def test_blocks_ignore_what_is_not_trained_on_and_cut_long_conversations(tmp_path: Path) -> None:
@@ -207,7 +199,7 @@ def test_conversations_that_fit_in_a_block_are_whole_there(tmp_path: Path) -> No
 
 def test_a_mask_is_stored_only_where_it_is_needed_and_names_its_own_cache(tmp_path: Path) -> None:
     rows = write_json(tmp_path / "rows.jsonl", [one_turn("w1", "w2"), one_turn("w3", "w4")])
-    plain, marked = (save_chat_words(tmp_path / name, value) for name, value in (("p", PLAIN), ("m", MARKED)))
+    plain, marked = (save_words(tmp_path / name, template=value) for name, value in (("p", PLAIN), ("m", MARKED)))
     caches = []
     for tokenizer, train_on, data_format in (
         (plain, "auto", "auto"),
@@ -303,7 +295,9 @@ def test_invalid_utf_8_stops_or_is_skipped_and_counted(tmp_path: Path) -> None:
     good = json.dumps(one_turn("w1", "w2")).encode()
     path = tmp_path / "rows.jsonl"
     path.write_bytes(good.replace(b"w1", b"\xff") + b"\n" + good + b"\n" + good.replace(b"w1", b"\\ud800") + b"\n")
-    read = partial(prepare, tmp_path, train_file=str(path), tokenizer_name=save_chat_words(tmp_path / "words"))
+    read = partial(
+        prepare, tmp_path, train_file=str(path), tokenizer_name=save_words(tmp_path / "words", template=PLAIN)
+    )
     for data_format in ("auto", "chat"):
         with pytest.raises(ValueError, match=r"rows.jsonl, line 1: the text is not valid UTF-8"):
             read(data_format=data_format)
@@ -323,21 +317,14 @@ def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(folder)
 
 
-def test_parquet_rows_and_data_sets_are_read_too(tmp_path: Path) -> None:
+def test_a_row_of_a_table_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [one_turn("w1", f"w{number}") for number in range(300)]
-    want = prepare_rows(tmp_path, rows, block_size=6)
-    read = partial(prepare, tmp_path, tokenizer_name=str(tmp_path / "words"), block_size=6)
-    folder = write_parquet(tmp_path / "set", rows)
-    for got in (read(train_file=f"{folder}/train.parquet"), read(dataset_name=folder)):
-        assert got.report["corpora"][0]["num_documents"] == 300
-        assert got.train[299].labels.tolist() == want.train[299].labels.tolist()
     column = pa.array([b"fine", b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"prompt": column, "completion": column}), tmp_path / "bad.parquet")
     with pytest.raises(ValueError, match=r"bad.parquet, row 2: the text is not valid UTF-8"):
-        read(train_file=str(tmp_path / "bad.parquet"))
+        prepare(tmp_path, train_file=str(tmp_path / "bad.parquet"))
 
 
 def calling(name: str, arguments: object, parameters: object) -> dict[str, Any]:
@@ -347,14 +334,15 @@ def calling(name: str, arguments: object, parameters: object) -> dict[str, Any]:
     return {"messages": messages, "tools": [{"name": name, "parameters": parameters}]}
 
 
-def test_nulls_that_tables_make_up_reach_no_template(tmp_path: Path) -> None:
+def test_tables_and_data_sets_give_the_rows_of_lines_and_no_nulls_of_their_own(tmp_path: Path) -> None:
     rows = [
         calling("w1", {"a": 1}, {"x": {"type": "w3"}}),
         calling("w2", {"b": {"c": ["w4", None]}}, {"y": {"type": "w5", "enum": ["w6"]}}),
         calling("w3", {}, {}),
+        *(one_turn("w1", f"w{number}") for number in range(300)),
     ]
     template = PLAIN.replace("m.content", "m.content + ' ' + (m.tool_calls | tojson if m.tool_calls else '')")
-    tokenizer = chat_tokenizer("{{ tools | tojson }} " + template)
+    tokenizer = word_tokenizer(template="{{ tools | tojson }} " + template)
     encoder = RowEncoder(tokenizer, data_format=DataFormat("chat", "responses", "whole", ""))
 
     def texts(corpus: Corpus) -> list[str]:
@@ -367,8 +355,13 @@ def test_nulls_that_tables_make_up_reach_no_template(tmp_path: Path) -> None:
     assert '"arguments": {"a": null}' in with_null
     folder = write_parquet(tmp_path / "set", rows)
     assert texts_in(f"{folder}/train.parquet") == want
-    options = DataOptions(block_size=8, dataset_name=folder, cache_dir=str(tmp_path / "cache"))
-    assert texts(hub_corpora(options).train) == want
+    cache = str(tmp_path / "cache")
+    assert texts(hub_corpora(Arguments(dataset_name=folder, cache_dir=cache))["train"]) == want
+    data = prepare(
+        tmp_path, dataset_name=folder, tokenizer_name=save_words(tmp_path / "words", template=PLAIN), block_size=6
+    )
+    assert data.report["corpora"][0]["num_documents"] == 303
+    assert data.report["format"]["name"] == "chat"
 
 
 def test_the_first_rows_columns_choose_the_format(tmp_path: Path) -> None:
@@ -382,29 +375,53 @@ def test_the_first_rows_columns_choose_the_format(tmp_path: Path) -> None:
 
 
 PLACE = "message 1 of 'messages': it must"
+ALONE = (
+    "the chat template refuses the first {} messages by themselves \\({}\\), so responses cannot be found in it; give "
+)
+ALONE += "another template by --chat_template FILE .* or --train_on all"
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "chosen", "message"),
     [
-        ({"text": "w1"}, r"must have 'messages' \(or 'conversations'\), .* has \['text'\]; rows of another kind"),
-        ({"messages": []}, "'messages' must be a list of one or more messages, not an empty list"),
-        ({"messages": "w1"}, "'messages' must be a list of one or more messages, not str"),
-        ({"messages": ["w1"]}, f"{PLACE} be an object with 'role' and 'content', not str"),
-        ({"messages": [{"content": "w1"}]}, f"{PLACE} have a 'role' that is a text"),
-        ({"conversations": [{"from": "bing"}]}, "message 1 of 'conversations': 'from' is 'bing', .* none of human"),
-        ({"messages": [{"role": "oracle", "content": "w1"}]}, "the chat template refuses this row: no role oracle"),
-        ({"messages": [{"role": "user"}]}, "the chat template refuses this row: .*content"),
-        (one_turn("w1", "w2") | {"tools": "{"}, "'tools' is a text that is not JSON"),
-        (one_turn("w1", "w2") | {"tools": {"name": "w1"}}, "'tools' must be a list of schemas, not dict"),
-        ({"prompt": "w1"}, r"every row must have 'prompt' and 'completion', and this one has \['prompt'\]"),
-        ({"prompt": "w1", "completion": FIVE_TURNS}, "must be two texts or two lists of messages, not str and list"),
-        ({"prompt": [], "completion": FIVE_TURNS}, "'prompt' must be a list of one or more .* not an empty list"),
+        ({"text": "w1"}, {}, r"must have 'messages' \(or 'conversations'\), .* has \['text'\]; rows of another kind"),
+        ({"messages": []}, {}, "'messages' must be a list of one or more messages, not an empty list"),
+        ({"messages": "w1"}, {}, "'messages' must be a list of one or more messages, not str"),
+        ({"messages": ["w1"]}, {}, f"{PLACE} be an object with 'role' and 'content', not str"),
+        ({"messages": [{"content": "w1"}]}, {}, f"{PLACE} have a 'role' that is a text"),
+        ({"conversations": [{"from": "bing"}]}, {}, "message 1 of 'conversations': 'from' is 'bing', .* none of human"),
+        ({"messages": [{"role": "oracle", "content": "w1"}]}, {}, "the chat template refuses this row: no role oracle"),
+        ({"messages": [{"role": "user"}]}, {}, "the chat template refuses this row: .*content"),
+        (ONE | {"tools": "{"}, {}, "'tools' is a text that is not JSON"),
+        (ONE | {"tools": {"name": "w1"}}, {}, "'tools' must be a list of schemas, not dict"),
+        ({"prompt": "w1"}, {}, r"every row must have 'prompt' and 'completion', and this one has \['prompt'\]"),
+        (
+            {"prompt": "w1", "completion": FIVE_TURNS},
+            {},
+            "must be two texts or two lists of messages, not str and list",
+        ),
+        ({"prompt": [], "completion": FIVE_TURNS}, {}, "'prompt' must be a list of one or more .* not an empty list"),
+        ({"messages": weighted(0.5, 1)}, {}, r"message 3 of 'messages': 'weight' must be 0 \(do not .* not 0.5"),
+        ({"messages": weighted(0, 1)}, {"template": DOUBLED}, r"a message is 0, .* the 2 .*\(4 stretches are"),
+        ({"messages": weighted(0, 1)}, {"template": SHORTENED}, r"a message is 0, .* the 2 .*\(2 stretches are"),
+        (
+            {"messages": weighted(0, 1)},
+            {"train_on": "all"},
+            "is 0, but --train_on all trains on every token; leave the weight",
+        ),
+        (
+            {"prompt": weighted(0, 0)[:4], "completion": weighted(1, 0)[4:]},
+            {},
+            "is 0, but a completion is trained on as a whole; leave the",
+        ),
+        (TURNS, {"template": FORGETS}, "the chat template writes the first 2 messages .*generation"),
+        ({"messages": FIVE_TURNS[2:]}, {"template": LOOKS_FIRST}, ALONE.format(0, "list object has no element 0")),
+        ({"messages": [FIVE_TURNS[0], *FIVE_TURNS[2:]]}, {"template": WANTS_TWO}, ALONE.format(1, "no user query")),
     ],
 )
-def test_a_row_that_does_not_fit_the_format_names_its_place(row: dict[str, Any], message: str) -> None:
+def test_a_row_that_cannot_be_used_names_its_place(row: dict[str, Any], chosen: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=rf"rows.jsonl, line 7\b.*{message}"):
-        encode(row, name="prompt_completion" if "prompt" in row else "chat")
+        encode(row, name="prompt_completion" if "prompt" in row else "chat", **chosen)
 
 
 def test_rows_of_mixed_kinds_are_an_error(tmp_path: Path) -> None:
@@ -422,40 +439,14 @@ def test_a_text_file_has_no_conversations(tmp_path: Path) -> None:
     read = partial(prepare, tmp_path, train_file=str(tmp_path / "a.txt"))
     assert read().report["format"]["name"] == "text"
     with pytest.raises(ValueError, match=r"a.txt: every row must have 'messages' .* and this one has \[\]"):
-        read(data_format="chat", tokenizer_name=save_chat_words(tmp_path / "words"))
+        read(data_format="chat", tokenizer_name=save_words(tmp_path / "words", template=PLAIN))
 
 
-def test_a_template_that_writes_the_past_otherwise_is_refused(tmp_path: Path) -> None:
-    shortens = PLAIN.replace("m.content", "(m.content if loop.last else 'w9')")
-    with pytest.raises(ValueError, match=r"line 7: the chat template writes the first 2 messages .*generation"):
-        encode({"messages": FIVE_TURNS}, tokenizer=chat_tokenizer(shortens))
-    ids, labels = encode({"messages": FIVE_TURNS}, train_on="all", tokenizer=chat_tokenizer(shortens))
-    assert ids == labels
+def test_a_template_may_be_given_instead_of_the_tokenizers_own(tmp_path: Path) -> None:
     (tmp_path / "marked.jinja").write_text(MARKED)
-    chosen = {"template": shortens, "chat_template": str(tmp_path / "marked.jinja")}
-    data = prepare_rows(tmp_path, [{"messages": FIVE_TURNS}], **chosen)  # type: ignore[arg-type]
+    data = prepare_rows(tmp_path, [TURNS], template=FORGETS, chat_template=str(tmp_path / "marked.jinja"))
     assert data.tokenizer.chat_template == MARKED
     assert data.report["train"]["num_trained_tokens"] == 5
-
-
-def test_a_template_that_refuses_a_beginning_is_refused() -> None:
-    wants_two = "{% if messages | length == 1 %}{{ raise_exception('no user query') }}{% endif %}" + PLAIN
-    looks_first = "{% if messages[0].role == 'system' %}{% endif %}" + PLAIN
-    for template, turns, num, reason in (
-        (looks_first, FIVE_TURNS[2:], 0, "list object has no element 0"),
-        (wants_two, [FIVE_TURNS[0], *FIVE_TURNS[2:]], 1, "no user query"),
-    ):
-        tokenizer = chat_tokenizer(template)
-        with pytest.raises(
-            ValueError,
-            match=rf"line 7: the chat template refuses the first {num} messages by themselves \({reason}\), so "
-            r"responses cannot be found in it; give another template by --chat_template FILE .* or --train_on all",
-        ):
-            encode({"messages": turns}, tokenizer=tokenizer)
-        ids, labels = encode({"messages": turns}, train_on="all", tokenizer=tokenizer)
-        assert ids == labels
-    greeting = [FIVE_TURNS[2] | {"weight": 0}, *FIVE_TURNS[3:]]
-    assert encode({"messages": greeting}, tokenizer=chat_tokenizer(looks_first))[1] == [0] * 8 + [16, EOS]
 
 
 def test_templates_that_are_missing_are_asked_for(tmp_path: Path) -> None:
@@ -473,38 +464,6 @@ def test_a_tokenizer_without_places_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"chat data needs a fast tokenizer, .*; ByT5Tokenizer is none"):
         encode(one_turn("w1", "w2"), tokenizer=ByT5Tokenizer())
-
-
-@pytest.mark.parametrize(
-    ("chosen", "faults"),
-    [
-        (
-            {"data_format": "text", "train_on": "responses", "chat_template": "x.jinja"},
-            [
-                "train_on=responses clashes with data_format=text: a text has no responses",
-                "chat_template='x.jinja' clashes with data_format=text; it is for chat and prompt_completion",
-            ],
-        ),
-        (
-            {"data_format": "chat"},
-            [
-                "data_format=chat needs a train_file or a dataset_name",
-                "data_format=chat needs a tokenizer_name, or a model_name_or_path that brings a tokenizer along: one "
-                "is trained on text alone",
-            ],
-        ),
-        (
-            {"data_format": "chats", "train_on": "none", "packing_strategy": "none"},
-            [
-                "data_format='chats' is not one of auto, text, chat, prompt_completion",
-                "train_on='none' is not one of auto, responses, all",
-                "packing_strategy='none' is not one of auto, wrapped, whole",
-            ],
-        ),
-    ],
-)
-def test_options_that_do_not_go_with_the_format_are_listed(chosen: dict[str, Any], faults: list[str]) -> None:
-    assert option_faults(DataOptions(block_size=8, **chosen)) == faults
 
 
 def test_options_that_do_not_go_with_the_format_that_is_found_are_listed(tmp_path: Path) -> None:

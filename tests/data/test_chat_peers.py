@@ -14,11 +14,11 @@ from recipe.data.packing import IGNORED
 from tests.data_samples import (
     FIVE_TURNS,
     MARKED,
-    chat_tokenizer,
     encode_row,
     one_turn,
     prepare,
     small_bpe,
+    word_tokenizer,
     write_json,
 )
 from tests.ranks import run_ranks
@@ -91,7 +91,7 @@ def test_labels_are_those_of_sft_trainer(tmp_path: Path) -> None:
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    tokenizer = chat_tokenizer(MARKED + "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}")
+    tokenizer = word_tokenizer(template=MARKED + "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}")
     tokenizer.pad_token = "<unk>"
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_local_experts": 2}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,7 @@ import pytest
 import torch
 
 from recipe.data.batches import check_batches, checksum
-from recipe.data.loader import LoaderOptions, StepLoader
-from recipe.data.order import EpochOrder
+from recipe.data.loader import LoaderOptions, StepLoader, shuffled_item
 from recipe.shared.ranks import TorchRanks
 from tests.data_samples import numbered_blocks, prepare, rows_of, take_rows, write_rows
 from tests.ranks import run_ranks
@@ -18,31 +18,23 @@ from tests.ranks import run_ranks
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.requirement("R-DATA-01")
-def test_resume_in_the_second_epoch_goes_on_as_if_uninterrupted(num_workers: int) -> None:
-    blocks = numbered_blocks(12)
-    whole = take_rows(blocks, position=0, num_steps=36, num_workers=num_workers)
-    epochs = [[row for step in whole[e * 12 : e * 12 + 12] for row in step] for e in range(3)]
-    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    stopped = take_rows(blocks, position=0, num_steps=15, num_workers=num_workers)  # epoch 1, after 3 batches
-    resumed = take_rows(blocks, position=15, num_steps=21, num_workers=num_workers)
-    assert stopped + resumed == whole
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.requirement("R-DATA-02")
-def test_a_run_resumed_twice_sees_the_batches_of_one_uninterrupted_run(num_workers: int) -> None:
+def test_a_run_resumed_in_every_epoch_sees_the_batches_of_one_uninterrupted_run(num_workers: int) -> None:
     blocks = numbered_blocks(31)
-    options = LoaderOptions(num_sequences=2, accumulation=3, seed=5, num_workers=num_workers)
-    want = take_rows(blocks, position=0, num_steps=12, num_sequences=2, accumulation=3, seed=5)
+    sizes: dict[str, Any] = {"num_sequences": 2, "accumulation": 3, "seed": 5, "num_workers": num_workers}
+    want = take_rows(blocks, position=0, num_steps=16, **sizes)
+    rows = [row for step in want for row in step]
+    epochs = [rows[first : first + 31] for first in (0, 31, 62)]
+    assert all(sorted(epoch) == list(range(31)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     got, position = [], 0
-    for _ in range(3):
-        steps = StepLoader(blocks, options=options).steps(position)
+    for _ in range(4):  # at 24, in the first epoch, at 48 and at 72
+        steps = StepLoader(blocks, options=LoaderOptions(**sizes)).steps(position)
         for _ in range(4):
             micro_batches, position = next(steps)
             got.append(rows_of(micro_batches))
     assert got == want
-    assert position == 12 * 6
+    assert position == 16 * 6
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
@@ -147,52 +139,45 @@ def test_options_positions_and_texts_that_cannot_be_are_errors() -> None:
         next(StepLoader(numbered_blocks(4), options=options).steps(-1))
 
 
-def _first_batches(*, dp_rank: int, seed: int = 0) -> list[Any]:
-    options = LoaderOptions(num_sequences=2, dp=2, dp_rank=dp_rank, accumulation=5, seed=seed)
-    return next(StepLoader(numbered_blocks(40), options=options).steps(0)).micro_batches
-
-
-def _check_batches_of_ranks(rank: int, world_size: int, tp: int, *, dp_ranks: list[int], seeds: list[int]) -> Any:
-    batches = _first_batches(dp_rank=dp_ranks[rank], seed=seeds[rank])
-    try:
-        check_batches(batches, ranks=TorchRanks(), tp=tp)
-    except ValueError as error:
-        return str(error)
-    return checksum(batches)
-
-
-def _check_good_and_broken(rank: int, world_size: int) -> tuple[Any, Any]:
-    dp_ranks = [0, 0, 1, 1]
-    return (
-        _check_batches_of_ranks(rank, world_size, 2, dp_ranks=dp_ranks, seeds=[0] * 4),
-        _check_batches_of_ranks(rank, world_size, 2, dp_ranks=dp_ranks, seeds=[0, 1, 2, 3]),
-    )
+def _check_batches_of(rank: int, world_size: int, *cases: tuple[list[int], list[int]]) -> list[str]:
+    """Two groups of two ranks, for each case with these dp ranks and seeds: the fault, or a digest of the batches."""
+    said = []
+    for dp_ranks, seeds in cases:
+        options = LoaderOptions(num_sequences=2, dp=2, dp_rank=dp_ranks[rank], accumulation=5, seed=seeds[rank])
+        batches = next(StepLoader(numbered_blocks(40), options=options).steps(0)).micro_batches
+        try:
+            check_batches(batches, ranks=TorchRanks(), tp=2)
+            said.append(checksum(batches))
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 @pytest.mark.requirement("R-DATA-05")
-def test_ranks_of_a_group_hold_equal_batches_or_all_ranks_stop() -> None:
-    checksums, messages = zip(*run_ranks(_check_good_and_broken, 4, timeout_s=60), strict=True)
+def test_ranks_of_a_group_hold_equal_batches_and_groups_different_ones_or_all_ranks_stop() -> None:
+    groups, same_seed = [0, 0, 1, 1], [0] * 4
+    cases = [(groups, same_seed), (groups, [0, 1, 2, 3]), ([0] * 4, same_seed)]
+    checksums, uneven, shared = zip(*run_ranks(_check_batches_of, 4, *cases, timeout_s=60), strict=True)
     assert checksums[0] == checksums[1] != checksums[2] == checksums[3]
-    assert len(set(messages)) == 1
-    assert "ranks [1] hold other batches than rank 0 of their group (tp=2)" in messages[0]
-    assert "ranks [3] hold other batches than rank 2 of their group (tp=2)" in messages[0]
-
-
-@pytest.mark.requirement("R-DATA-05")
-def test_groups_that_share_sequences_are_named() -> None:
-    messages = run_ranks(_check_batches_of_ranks, 2, 1, dp_ranks=[0, 0], seeds=[0, 0])
-    assert messages[0] == messages[1]
-    assert "ranks [0, 1] of different groups hold the same sequences of the stream" in messages[0]
+    assert len(set(uneven)) == len(set(shared)) == 1
+    assert "ranks [1] hold other batches than rank 0 of their group (tp=2)" in uneven[0]
+    assert "ranks [3] hold other batches than rank 2 of their group (tp=2)" in uneven[0]
+    assert "ranks [0, 2] of different groups hold the same sequences of the stream" in shared[0]
 
 
 def order(num_items: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
-    permutation = EpochOrder(num_items, seed=seed, epoch=epoch)
-    return [permutation[position] for position in range(num_items)]
+    return [shuffled_item(position, num_items=num_items, seed=seed, epoch=epoch) for position in range(num_items)]
 
 
 @pytest.mark.parametrize("num_items", [1, 2, 3, 4, 5, 12, 64, 65, 1000, 4097])
-def test_every_item_comes_once(num_items: int) -> None:
-    assert sorted(order(num_items)) == list(range(num_items))
+def test_every_item_comes_once_and_away_from_its_neighbours(num_items: int) -> None:
+    shuffled = order(num_items)
+    assert sorted(shuffled) == list(range(num_items))
+    if num_items > 100:
+        assert sum(abs(a - b) == 1 for a, b in itertools.pairwise(shuffled)) < 20
+    for position in (num_items, -1):
+        with pytest.raises(AssertionError, match=f"position {position} of an epoch of {num_items} items"):
+            shuffled_item(position, num_items=num_items, seed=0, epoch=0)
 
 
 def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
@@ -205,28 +190,14 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
 
 def test_one_position_of_a_huge_epoch_costs_nothing() -> None:
     num_items = 10**13
-    huge = EpochOrder(num_items, seed=0, epoch=0)
-    items = [huge[position] for position in range(0, num_items, num_items // 1000)]
+    positions = range(0, num_items, num_items // 1000)
+    items = [shuffled_item(position, num_items=num_items, seed=0, epoch=0) for position in positions]
     assert len(set(items)) == len(items)
     assert 0.45 < sum(items) / len(items) / num_items < 0.55
 
 
 def test_all_orders_of_four_items_occur_about_equally_often() -> None:
-    counts: dict[tuple[int, ...], int] = {}
-    for seed in range(4800):
-        found = tuple(order(4, seed=seed))
-        counts[found] = counts.get(found, 0) + 1
+    counts = Counter(tuple(order(4, seed=seed)) for seed in range(4800))
     assert len(counts) == 24
     # 23 degrees of freedom: chance exceeds 50 once in a thousand times.
     assert sum((count - 200) ** 2 / 200 for count in counts.values()) < 50
-
-
-def test_neighbours_do_not_stay_neighbours() -> None:
-    shuffled = order(4096)
-    assert sum(abs(a - b) == 1 for a, b in itertools.pairwise(shuffled)) < 20
-
-
-@pytest.mark.parametrize("position", [5, -1])
-def test_a_position_outside_the_epoch_is_an_error(position: int) -> None:
-    with pytest.raises(IndexError, match=f"position {position} of an epoch of 5 items"):
-        EpochOrder(5, seed=0, epoch=0)[position]

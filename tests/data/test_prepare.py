@@ -1,7 +1,6 @@
 """From options to blocks: every kind of source and bad input, the cache, the ranks in step (R-DATA-07, 08 and 10)."""
 
 import math
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ import numpy as np
 import pytest
 
 from recipe.data import token_store
-from recipe.data.cache import cache_folder
-from recipe.data.options import DataOptions, check_options, option_faults
+from recipe.data.options import check_options
+from recipe.data.prepare import cache_folder
 from recipe.data.token_store import LeftOut, TokenStore, TokenWriter
+from recipe.settings.flags import Arguments
 from recipe.shared.ranks import Ranks, TorchRanks
-from tests.data_samples import all_tokens, one_turn, prepare, save_chat_words, save_words, write_json, write_rows
+from tests.data_samples import PLAIN, all_tokens, one_turn, prepare, save_words, write_json, write_rows
 from tests.ranks import run_ranks
 from tests.thread_ranks import on_threads
 
@@ -73,13 +73,13 @@ def test_only_the_first_files_with_skipped_documents_are_listed(tmp_path: Path) 
     assert len(data.report["corpora"][0]["skipped"]) == 25
 
 
-def _read_invalid(rank: int, world_size: int, folder: Path, *, skip: bool) -> Any:
+def _read_invalid(rank: int, world_size: int, folder: Path) -> tuple[str, Any]:
+    """The message without --skip_invalid_text, and what is left with it."""
     chosen: dict[str, Any] = {"train_file": str(folder / "a.jsonl"), "tokenizer_name": str(folder / "words")}
-    try:
-        data = prepare(folder, ranks=TorchRanks(), skip_invalid_text=skip, **chosen)
-    except ValueError as error:
-        return str(error)
-    return all_tokens(data.train), data.report["corpora"][0]["skipped"]
+    with pytest.raises(ValueError) as caught:
+        prepare(folder, ranks=TorchRanks(), **chosen)
+    data = prepare(folder, ranks=TorchRanks(), skip_invalid_text=True, **chosen)
+    return str(caught.value), (all_tokens(data.train), data.report["corpora"][0]["skipped"])
 
 
 @pytest.mark.requirement("R-DATA-10")
@@ -87,12 +87,12 @@ def test_invalid_utf_8_stops_every_rank_or_is_skipped_and_counted(tmp_path: Path
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text":"w1 w2 w3"}\n{"text":"\xfb\xff"}\n{"text":"w4 w5 w6"}\n')
     save_words(tmp_path / "words")
-    messages = run_ranks(_read_invalid, 2, tmp_path, skip=False)
+    messages, read = zip(*run_ranks(_read_invalid, 2, tmp_path), strict=True)
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"{path}, line 2: the text is not valid UTF-8")
     assert "--skip_invalid_text" in messages[0]
     want = ([11, 12, 13, 1, 14, 15, 16, 1], {str(path): {"empty": 0, "untrained": 0, "invalid": 1}})
-    assert run_ranks(_read_invalid, 2, tmp_path, skip=True) == [want, want]
+    assert read == (want, want)
 
 
 def test_a_document_that_turns_out_invalid_leaves_no_token(tmp_path: Path) -> None:
@@ -167,42 +167,46 @@ def test_the_embedded_corpus_is_ready_in_seconds(tmp_path: Path) -> None:
     assert 5 < data.report["unigram_entropy_nats"] < 8
 
 
-ABOUT_COUNTS = {"block_size": 1, "validation_split_percentage": 100, "train_vocab_size": 256, "eos_token": ""}
-ABOUT_LIMITS = {"max_train_documents": 0, "preprocessing_num_workers": 0}
-ABOUT_SOURCES = {"validation_file": "b.txt", "dataset_config_name": "c", "streaming": True}
-FAULTS = {
-    "block_size=1 must be at least 2",
-    "validation_split_percentage=100 must lie between 0 and 99",
-    "train_vocab_size=256 must be at least 257",
-    "eos_token='' names no token",
-    "max_train_documents=0 must be at least 1",
-    "preprocessing_num_workers=0 must be at least 1",
-    "dataset_name='name' clashes with train_file='a.txt' validation_file=None",
-}
-SOURCE_FAULTS = {
-    "validation_file='b.txt' needs a train_file",
-    "dataset_config_name='c' needs a dataset_name",
-    "streaming=True needs a dataset_name",
-}
-
-
 @pytest.mark.parametrize(
     ("chosen", "faults"),
     [
-        (ABOUT_COUNTS | ABOUT_LIMITS | {"dataset_name": "name", "train_file": "a.txt"}, FAULTS),
-        (ABOUT_SOURCES, SOURCE_FAULTS),
-        ({}, set()),
-        ({"train_file": "a.txt", "validation_file": "b.txt"}, set()),
+        (
+            {"dataset_name": "name", "train_file": "a.txt", "eos_token": ""},
+            [
+                "eos_token='' names no token",
+                "dataset_name='name' clashes with train_file='a.txt' validation_file=None; give one kind of source",
+            ],
+        ),
+        (
+            {"validation_file": "b.txt", "dataset_config_name": "c", "streaming": True},
+            [
+                "validation_file='b.txt' needs a train_file",
+                "dataset_config_name='c' needs a dataset_name",
+                "streaming=True needs a dataset_name; files are read as a stream in any case",
+            ],
+        ),
+        (
+            {"data_format": "text", "train_on": "responses", "chat_template": "x.jinja"},
+            [
+                "train_on=responses clashes with data_format=text: a text has no responses",
+                "chat_template='x.jinja' clashes with data_format=text; it is for chat and prompt_completion",
+            ],
+        ),
+        (
+            {"data_format": "chat"},
+            [
+                "data_format=chat needs a train_file or a dataset_name",
+                "data_format=chat needs a tokenizer_name, or a model_name_or_path that brings a tokenizer along: one "
+                "is trained on text alone",
+            ],
+        ),
     ],
 )
-def test_options_that_do_not_hold_are_listed_together(chosen: dict[str, Any], faults: set[str]) -> None:
-    options = DataOptions(**{"block_size": 8, **chosen})
-    found = option_faults(options)
-    assert len(found) == len(faults)
-    assert all(any(fault in line for line in found) for fault in faults)
-    with pytest.raises(ValueError, match="the data options do not hold") if faults else nullcontext() as error:
-        check_options(options)
-    assert error is None or all(fault in str(error.value) for fault in faults)
+def test_options_that_do_not_hold_are_listed_together(chosen: dict[str, Any], faults: list[str]) -> None:
+    with pytest.raises(ValueError, match="the data options do not hold") as error:
+        check_options(Arguments(**chosen))
+    assert str(error.value).splitlines()[1:] == [f"  - {fault}" for fault in faults]
+    check_options(Arguments(train_file="a.txt", validation_file="b.txt"))
 
 
 def test_too_little_text_for_a_block_is_an_error(tmp_path: Path) -> None:
@@ -286,12 +290,12 @@ def test_a_second_run_reads_the_cache_and_other_settings_do_not(tmp_path: Path) 
 
 
 def test_the_cache_lies_where_the_user_says_or_in_their_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache_folder(DataOptions(block_size=8, cache_dir="here")) == Path("here")
+    assert cache_folder(Arguments(cache_dir="here")) == Path("here")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert cache_folder(DataOptions(block_size=8)) == Path("/elsewhere/gather-moe")
+    assert cache_folder(Arguments()) == Path("/elsewhere/gather-moe")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/user")
-    assert cache_folder(DataOptions(block_size=8)) == Path("/home/user/.cache/gather-moe")
+    assert cache_folder(Arguments()) == Path("/home/user/.cache/gather-moe")
 
 
 @pytest.mark.parametrize(
@@ -301,7 +305,7 @@ def test_the_cache_lies_where_the_user_says_or_in_their_cache_folder(monkeypatch
 def test_a_damaged_cache_is_named_and_can_be_rebuilt(tmp_path: Path, name: str, cut: int, message: str) -> None:
     chosen: dict[str, Any] = {
         "train_file": write_json(tmp_path / "rows.jsonl", [one_turn("w1", "w2")] * 4),
-        "tokenizer_name": save_chat_words(tmp_path / "words"),
+        "tokenizer_name": save_words(tmp_path / "words", template=PLAIN),
     }
     file = Path(prepare(tmp_path, **chosen).report["corpora"][0]["cache"]) / f"{name}.bin"
     file.write_bytes(file.read_bytes()[:-cut])

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 from huggingface_hub import constants, errors
 
-from recipe.data.corpora import embedded_corpus
+from recipe.data.corpora import READ_BYTES, embedded_corpus, file_corpus
 from recipe.data.documents import Corpus, InvalidTextError
-from recipe.data.files import READ_BYTES, file_corpus
 from recipe.data.tokenizer import TextEncoder, fetch_tokenizer, load_tokenizer, split_text, with_eos
-from recipe.shared.errors import RanksFailedError
 from recipe.shared.ranks import OneRank, Ranks
 from tests.data_samples import (
     BOS_ID,
@@ -113,31 +111,27 @@ def test_parquet_rows_are_documents_and_invalid_ones_are_named(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "kind", "message"),
     [
-        ("a.txt", b"one\ntwo\nthr\xffee\n", "line 3: the text is not valid UTF-8"),
-        ("a.txt", b"cut off\n\xc3", "line 2: the text is not valid UTF-8"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: the text is not valid UTF-8 .*surrogates"),
+        ("a.txt", b"one\ntwo\nthr\xffee\n", InvalidTextError, "line 3: the text is not valid UTF-8"),
+        ("a.txt", b"cut off\n\xc3", InvalidTextError, "line 2: the text is not valid UTF-8"),
+        ("a.jsonl", b'{"text": "\\ud800"}', InvalidTextError, "line 1: the text is not valid UTF-8 .*surrogates"),
+        ("a.jsonl", b"{text: 1}", ValueError, "line 1: not a line of JSON"),
+        ("a.jsonl", b'["text"]', ValueError, "line 1: each line must be a JSON object, not list"),
+        (
+            "a.jsonl",
+            b'{"text": 3}',
+            ValueError,
+            "line 1: the text must be a string, a list of strings or null, not int",
+        ),
     ],
 )
-def test_invalid_text_names_the_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_text_that_cannot_be_read_names_the_line(
+    tmp_path: Path, name: str, content: bytes, kind: type[ValueError], message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InvalidTextError, match=f"{name}, {message}"):
+    with pytest.raises(kind, match=f"{name}, {message}"):
         texts_of(corpus_of(tmp_path / name))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{text: 1}", "a.jsonl, line 1: not a line of JSON"),
-        ('["text"]', "a.jsonl, line 1: each line must be a JSON object, not list"),
-        ('{"text": 3}', "a.jsonl, line 1: the text must be a string, a list of strings or null, not int"),
-    ],
-)
-def test_a_line_that_is_no_document_names_its_place(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "a.jsonl").write_text(line + "\n")
-    with pytest.raises(ValueError, match=message):
-        texts_of(corpus_of(tmp_path / "a.jsonl"))
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -148,14 +142,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         corpus_of(tmp_path / "a.csv")
     with pytest.raises(ValueError, match=r"is a folder; name its files, as in .*\*.jsonl"):
         corpus_of(tmp_path)
-
-
-def test_the_manifest_follows_the_content(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ["one"])
-    before = corpus_of(path).manifest
-    assert corpus_of(path).manifest == before
-    write_rows(tmp_path / "a.jsonl", ["two"])
-    assert corpus_of(path).manifest != before
 
 
 def test_the_embedded_corpus_is_the_standard_library_without_other_encodings(tmp_path: Path) -> None:
@@ -251,7 +237,6 @@ class Hub:
 
     def __init__(self, folder: Path, *, caches: Path) -> None:
         self.requests: list[tuple[int, str | None]] = []  # rank and revision
-        self.is_lossy = False  # for all but rank 0
         self._folder, self._caches, self._here = folder, caches, threading.local()
         self._commits = iter([COMMIT, "d" * 40])
         self._snapshot, self._cached = huggingface_hub.snapshot_download, huggingface_hub.try_to_load_from_cache
@@ -265,8 +250,7 @@ class Hub:
         if local_files_only:
             return self._snapshot(name, revision=revision, cache_dir=cache, local_files_only=True, **options)
         self.requests.append((rank, revision))
-        into = self._caches / "elsewhere" if self.is_lossy and rank else cache
-        return str(put_in_cache(into, name=name, folder=self._folder, commit=revision or next(self._commits)))
+        return str(put_in_cache(cache, name=name, folder=self._folder, commit=revision or next(self._commits)))
 
     def try_to_load_from_cache(self, name: str, file: str, *, revision: str) -> Any:
         return self._cached(name, file, revision=revision, cache_dir=self.cache_of(self._here.rank))
@@ -292,7 +276,9 @@ def fetch(ranks: Ranks) -> str:
 
 
 def test_one_rank_asks_the_hub_and_all_load_what_it_got(hub: Hub, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ["w1 w2 w3"] * 30)
+    path, words = write_rows(tmp_path / "a.jsonl", ["w1 w2 w3"] * 30), str(tmp_path / "words")
+    assert fetch_tokenizer(words, ranks=OneRank()) == words  # what is here wins and asks nobody
+    assert hub.requests == []
 
     def run(ranks: Ranks) -> Any:
         data = prepare(tmp_path, ranks=ranks, train_file=path, tokenizer_name=NAME)
@@ -302,34 +288,14 @@ def test_one_rank_asks_the_hub_and_all_load_what_it_got(hub: Hub, tmp_path: Path
     assert hub.requests == [(0, None)]
 
 
-def test_each_host_with_a_cache_of_its_own_asks_for_the_same_commit(hub: Hub) -> None:
+def test_each_host_whose_cache_lacks_a_part_asks_for_the_same_commit(hub: Hub) -> None:
     snapshots = [hub.cache_of(rank) / "models--someone--words" / "snapshots" / COMMIT for rank in range(6)]
+    snapshots[2].mkdir(parents=True)
+    (snapshots[2] / "tokenizer_config.json").write_text("{}")  # a download that was cut off
     assert hub.on_ranks(6, fetch) == [str(snapshot) for snapshot in snapshots]
     assert hub.requests[:2] == [(0, None), (2, COMMIT)]
     assert hub.requests[2:] == [(4, COMMIT)]
-
-
-def test_a_cache_that_holds_a_part_of_it_is_completed(hub: Hub) -> None:
-    snapshot = hub.cache_of(2) / "models--someone--words" / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (snapshot / "tokenizer_config.json").write_text("{}")  # a download that was cut off
-    assert hub.on_ranks(4, fetch)[2:] == [str(snapshot)] * 2
-    assert hub.requests == [(0, None), (2, COMMIT)]
-    assert (snapshot / "tokenizer.json").is_file()
-
-
-def test_a_cache_that_the_download_missed_is_named_on_all_ranks(hub: Hub) -> None:
-    hub.is_lossy = True
-    for error in hub.on_ranks(4, fetch):
-        assert isinstance(error, RanksFailedError)
-        assert f"rank 2: does not see the tokenizer {NAME} at revision {COMMIT} although a rank of" in str(error)
-        assert list(error.failures) == [2, 3]
-
-
-def test_what_is_here_wins_and_asks_nobody(hub: Hub, tmp_path: Path) -> None:
-    words = str(tmp_path / "words")
-    assert fetch_tokenizer(words, ranks=OneRank()) == words
-    assert hub.requests == []
+    assert (snapshots[2] / "tokenizer.json").is_file()
 
 
 def test_a_tokenizer_that_the_hub_does_not_give_is_named_on_all_ranks(

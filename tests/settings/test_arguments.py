@@ -32,23 +32,10 @@ def test_flags_are_typed_and_remember_where_they_were_set() -> None:
     assert got.given["learning_rate"] == "on the command line"
     assert "seed" not in got.given
     assert got.place("seed") == "by default"
-
-
-def test_negative_numbers_and_empty_texts_are_values() -> None:
-    got = _parse("--max_steps", "-1", "--eos_token=")
-    assert got.max_steps == -1
-    assert got.eos_token == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("num_experts=16,qk_norm=none", {"num_experts": 16, "qk_norm": "none"}),
-        ('{"mlp_only_layers": [0, 1]}', {"mlp_only_layers": [0, 1]}),
-    ],
-)
-def test_overrides_are_pairs_or_json(text: str, value: dict[str, object]) -> None:
-    assert _parse("--config_overrides", text).config_overrides == value
+    got = _parse("--max_steps", "-1", "--eos_token=", "--config_overrides", "num_experts=16,qk_norm=none")
+    assert (got.max_steps, got.eos_token) == (-1, "")
+    assert got.config_overrides == {"num_experts": 16, "qk_norm": "none"}
+    assert _parse("--config_overrides", '{"mlp_only_layers": [0, 1]}').config_overrides == {"mlp_only_layers": [0, 1]}
 
 
 def test_the_deepspeed_file_has_three_names_and_a_bare_deepspeed_flag_changes_nothing(tmp_path: Path) -> None:
@@ -90,9 +77,13 @@ def test_misspelled_flags_are_named_with_the_nearest(tmp_path: Path) -> None:
 
 
 def test_every_fault_is_in_one_message() -> None:
-    text = _faults(
-        "--seed", "--bf16", "maybe", "--block_size", "1", "--hf_save", "often", "--adam_beta2", "1.5", "--fp16"
-    )
+    words = "--seed --bf16 maybe --block_size 1 --hf_save often --adam_beta2 1.5 --fp16"
+    data = "--validation_split_percentage 100 --train_vocab_size 256 --max_train_documents 0 --data_format chats"
+    text = _faults(*words.split(), *data.split())
+    assert "--validation_split_percentage on the command line: 100 is too large; the most is 99" in text
+    assert "--train_vocab_size on the command line: 256 is too small; the least is 300" in text
+    assert "--max_train_documents on the command line: 0 is too small; the least is 1" in text
+    assert "--data_format on the command line: 'chats' is not one of auto, text, chat, prompt_completion" in text
     assert "--seed needs a value" in text
     assert "--bf16 on the command line: 'maybe' is neither true nor false" in text
     assert "--block_size on the command line: 1 is too small; the least is 2" in text

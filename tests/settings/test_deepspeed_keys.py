@@ -66,15 +66,6 @@ def test_keys_inside_blocks_are_those_of_deepspeed_s_own_models() -> None:
         assert set(NESTED_KEYS[block]) == theirs, block
 
 
-def test_every_fixed_value_is_about_a_known_key() -> None:
-    for path, _, _ in FIXED_VALUES:
-        block, _, key = path.rpartition(".")
-        if block in NESTED_KEYS:
-            assert key in NESTED_KEYS[block], path
-        else:
-            assert path.split(".")[0] in (*PASSED_KEYS, *MERGED_KEYS), path
-
-
 @pytest.mark.parametrize(
     ("config", "fault"),
     [
@@ -112,23 +103,13 @@ def test_values_the_trainer_relies_on_cannot_be_changed(path: str, allowed: tupl
             value = {key: value}
         return dict(value)
 
-    (fault,) = refused_keys(config_with("something else"))
-    assert fault.startswith(f'"{path}"')
-    assert reason in fault
+    assert list(unknown_keys(config_with("something else"))) == []
+    for value in ("something else", {}):
+        (fault,) = refused_keys(config_with(value))
+        instead = f"must be {allowed[0]!r}" if allowed else "must be left out"
+        assert fault == f'"{path}": {value!r} cannot be used: it {instead}, since {reason}'
     for value in allowed:
         assert list(refused_keys(config_with(value))) == []
-
-
-def test_a_checkpoint_writer_is_refused_even_if_it_is_empty() -> None:
-    for writer in ({}, {"type": "fast", "decoupled": True}):
-        (fault,) = refused_keys({"checkpoint": {"writer": writer}})
-        assert '"checkpoint.writer": ' in fault
-        assert "it must be left out, since checkpoints are committed by our own protocol" in fault
-
-
-def test_torch_autocast_is_refused_unless_off() -> None:
-    assert 'use "bf16"' in "".join(refused_keys({"torch_autocast": {"enabled": True}}))
-    assert list(refused_keys({"torch_autocast": {"enabled": False}})) == []
 
 
 def test_autos_are_found_at_any_depth() -> None:

@@ -108,7 +108,9 @@ def test_a_misspelled_key_stops_the_run_and_an_opt_out_passes_it_on() -> None:
 
 
 @pytest.mark.requirement("R-CFG-02")
-def test_every_auto_is_resolved_from_our_settings() -> None:
+def test_every_auto_is_resolved_from_our_settings_and_deepspeed_takes_them() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
     flags = ["--bf16", "--learning_rate=1e-3", "--adam_beta2=0.95", "--weight_decay=0.1", "--warmup_steps=5"]
     got = resolve(ALL_AUTO, *flags, "--max_steps=50", "--gradient_accumulation_steps=3", "--max_grad_norm=0.5")
     assert '"auto"' not in json.dumps(got.engine)
@@ -134,6 +136,8 @@ def test_every_auto_is_resolved_from_our_settings() -> None:
     assert (got.schedule.kind, got.schedule.warmup_steps, got.schedule.max_steps) == ("linear", 5, 50)
     assert '"bf16.enabled": "auto" became true (--bf16 on the command line)' in got.notes
     assert '"optimizer.params.eps": "auto" became 1e-08 (the default of --adam_epsilon)' in got.notes
+    read = DeepSpeedConfig(resolve(ALL_AUTO, *flags, "--max_steps=50", world=1).engine)
+    assert (read.bfloat16_config.enabled, read.zero_config.stage, read.train_batch_size) == (True, 3, 8)
 
 
 @pytest.mark.requirement("R-CFG-02")
@@ -148,14 +152,6 @@ def test_a_size_that_is_no_whole_number_is_refused_by_name(size: Any) -> None:
     text = faults_of({"zero_optimization": {"reduce_bucket_size": size, "sub_group_size": 1e9}})
     assert f'"zero_optimization.reduce_bucket_size": {size!r} must be a whole number' in text
     assert "sub_group_size" not in text
-
-
-@pytest.mark.requirement("R-CFG-02")
-def test_deepspeed_reads_the_engine_part_without_complaint() -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    read = DeepSpeedConfig(resolve(ALL_AUTO, "--bf16", "--max_steps=50", world=1).engine)
-    assert (read.bfloat16_config.enabled, read.zero_config.stage, read.train_batch_size) == (True, 3, 8)
 
 
 @pytest.mark.requirement("R-CFG-04")
@@ -208,6 +204,8 @@ def test_equal_values_are_accepted_and_the_file_overrides_defaults() -> None:
     assert resolve(config, "--learning_rate=0.0001", "--max_grad_norm=1.0").optimizer.learning_rate == 1e-4
     assert resolve(config).optimizer.betas == (0.9, 0.95)
     assert resolve({"bf16": {"enabled": True}}).precision == "bf16"
+    text = faults_of({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
+    assert 'bf16 and fp16 are both on; "fp16.enabled": True in the DeepSpeed configuration cannot be used' in text
 
 
 def test_faults_and_notes_found_elsewhere_join_the_others() -> None:
@@ -220,12 +218,6 @@ def test_faults_and_notes_found_elsewhere_join_the_others() -> None:
     assert "streaming=True" in faults_of({"bf16": True}, **elsewhere)  # nothing but shapes is looked at there
     assert "streaming=True" in faults_of(None, extra_faults=elsewhere["extra_faults"])
     assert resolve(None, extra_notes=["the loss is ours"]).notes[0] == "the loss is ours"
-
-
-@pytest.mark.requirement("R-CFG-07")
-def test_bf16_and_fp16_both_on_is_refused() -> None:
-    text = faults_of({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
-    assert 'bf16 and fp16 are both on; "fp16.enabled": True in the DeepSpeed configuration cannot be used' in text
 
 
 def test_values_of_the_arguments_block_conflict_like_flags_but_lose_to_them(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_schedules_that_cannot_hold_are_refused(options: dict[str, object], faul
         (
             {"optimizer": {"type": "Lion"}},
             [],
-            "\"optimizer.type\": 'Lion' in .* is not available; the optimizer is AdamW",
+            "\"optimizer.type\": 'Lion' cannot be used: it must be 'AdamW', since the optimizer is AdamW",
         ),
         ({"optimizer": {"params": {"betas": 1}}}, [], '"optimizer.params.betas": 1 in .* is not a list of two numbers'),
         ({"optimizer": {"params": {"betas": [0.9, 2]}}}, [], r'betas"\[1\] in .*: 2.0 must lie between 0 and 1'),
@@ -95,7 +95,7 @@ def test_schedules_that_cannot_hold_are_refused(options: dict[str, object], faul
         (
             {"scheduler": {"params": {"warmup_type": "log"}}},
             [],
-            "\"scheduler.params.warmup_type\": 'log' in .* is linear",
+            "\"scheduler.params.warmup_type\": 'log' cannot be used: it must be 'linear', since the warm-up is linear",
         ),
         ({}, ["--warmup_steps=3.5"], r"warmup_steps=3\.5 is neither a whole number of steps nor a share below 1"),
         ({}, ["--warmup_steps=9", "--max_steps=8"], "warmup_steps=9 is longer than the run of max_steps=8"),

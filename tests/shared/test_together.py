@@ -8,13 +8,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from recipe.shared.errors import (
-    EXIT_CODES,
-    CheckpointBrokenError,
-    RanksFailedError,
-    RunError,
-    UploadError,
-)
+from recipe.shared.errors import EXIT_CODES, CheckpointBrokenError, RanksFailedError, RunError
 from recipe.shared.ranks import OneRank, Ranks, RanksMissingError, TorchRanks
 from recipe.shared.together import check_all_see, on_every, on_first, run_in_steps
 from tests.ranks import run_ranks
@@ -117,7 +111,6 @@ def test_every_error_that_ends_a_run_has_an_exit_code_in_the_table() -> None:
     codes = [kind.exit_code for kind in kinds(RunError)]
     assert set(codes) <= set(EXIT_CODES)
     assert {10, 11, 12, 13, 14, 15, 16, 17, 19} == set(codes) - {RunError.exit_code}
-    assert UploadError.exit_code == 19
 
 
 def test_one_rank_is_a_world_of_one() -> None:
@@ -155,13 +148,23 @@ def _ask(ranks: Ranks) -> list[object]:
     return [*found, *(answer() for answer in asked), ranks.any(ranks.rank == 1), ranks.any(False)]
 
 
-def _ask_as_a_process(rank: int, world_size: int) -> list[object]:
-    return _ask(TorchRanks())
+def _as_processes(rank: int, world_size: int) -> tuple[list[object], tuple[int, int], str]:
+    """What a process is told, who it is in a group of its own, and what another's group says to it."""
+    import torch.distributed as dist
+
+    first, second = TorchRanks(), TorchRanks()
+    for view in (first, second, first):  # which share the group's count of meetings
+        view.meet("a test", timeout_s=10.0)
+    groups = [dist.new_group([member]) for member in range(world_size)]
+    mine = TorchRanks(groups[rank])
+    with pytest.raises(ValueError) as caught:
+        TorchRanks(groups[1 - rank])
+    return _ask(second), (mine.rank, mine.world_size), str(caught.value)
 
 
 def test_the_first_rank_speaks_and_any_rank_is_heard_later() -> None:
     want = [{"rank": 0, "bytes": b""}, [0, 1], True, True, False, True, False]
-    assert run_ranks(_ask_as_a_process, 2) == [want, want]
+    assert run_ranks(_as_processes, 2) == [(want, (0, 1), "TorchRanks needs a group that this process belongs to")] * 2
     assert on_threads(2, _ask) == [want, want]
 
 
@@ -193,32 +196,6 @@ def test_who_waits_asks_for_one_key_and_ever_less_often(tmp_path: Path) -> None:
     assert set(pauses[6:-1]) == {0.25}
     assert sum(pauses) == pytest.approx(3600.0)
     assert set(num_keys) == {1}
-
-
-def _two_views_of_one_group(rank: int, world_size: int) -> list[int]:
-    first, second = TorchRanks(), TorchRanks()
-    for view in (first, second, first):
-        view.meet("a test", timeout_s=10.0)
-    return first.gather(rank)
-
-
-def test_views_of_one_group_share_its_count_of_meetings() -> None:
-    assert run_ranks(_two_views_of_one_group, 2) == [[0, 1], [0, 1]]
-
-
-def _groups_of_one(rank: int, world_size: int) -> tuple[int, int, str]:
-    import torch.distributed as dist
-
-    groups = [dist.new_group([member]) for member in range(world_size)]
-    mine = TorchRanks(groups[rank])
-    with pytest.raises(ValueError) as caught:
-        TorchRanks(groups[1 - rank])
-    return mine.rank, mine.world_size, str(caught.value)
-
-
-def test_ranks_count_within_their_group() -> None:
-    message = "TorchRanks needs a group that this process belongs to"
-    assert run_ranks(_groups_of_one, 2) == [(0, 1, message), (0, 1, message)]
 
 
 def test_torch_ranks_needs_torch_distributed() -> None:
