@@ -90,8 +90,7 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     from recipe.shared.ranks import TorchRanks
     from recipe.train.disk_room import check_disk_room
     from recipe.train.loop import open_training
-    from recipe.train.prepare import prepare_engine, prepare_run
-    from recipe.train.run import describe_run
+    from recipe.train.prepare import describe_run, prepare_engine, prepare_run
 
     arguments, settings = request.arguments, request.settings
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)

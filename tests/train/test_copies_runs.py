@@ -16,7 +16,7 @@ from modeling.execution import Execution
 from modeling.init import stored_tensors
 from recipe.checkpoint.expert_counts import NAME, read_expert_counts
 from recipe.cli import main
-from recipe.train.expert_placement import move_experts, renumber
+from recipe.train.placement import move_experts, renumber
 from tests.engine_runs import Case, join_shards, slow, start_engine, train_steps
 from tests.ranks import run_ranks
 from tests.referee import FP32_ATOL, Tensors, full_state, mixed_config

@@ -20,8 +20,7 @@ from recipe.checkpoint.manifest import Manifest, file_sizes, record_file, write_
 from recipe.cli import main
 from recipe.hf.export import FOLDER
 from recipe.shared.errors import CheckpointBrokenError
-from recipe.train.expert_placement import HF_NAME, find_source, place_all, write_placed
-from recipe.train.placement import place_experts
+from recipe.train.placement import HF_NAME, find_source, place_all, place_experts, write_placed
 from tests.exports import CONFIGS
 from tests.referee import full_state, referee_model
 
@@ -326,7 +325,7 @@ def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path: Path, mon
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("recipe.train.expert_placement.save_file", full_disk)
+    monkeypatch.setattr("recipe.train.placement.save_file", full_disk)
     with pytest.raises(OSError, match="no space left"):
         write_placed(source, place_all(source), out=tmp_path / "placed")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [COUNTS_NAME, "hf"]
