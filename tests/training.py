@@ -77,20 +77,21 @@ def untimed(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_resume(folder: Path, *, world_size: int, ds_config: dict[str, Any], **changes: Any) -> None:
-    flags = write_inputs(folder) | write_ds_config(folder, **ds_config) | changes
-    straight, stopped = folder / "straight", folder / "stopped"
-    run_ranks(train_on_ranks, world_size, flags | {"output_dir": straight, "save_steps": 0})
-    flags |= {"output_dir": stopped, "save_steps": 3}
+    """Run to step 6 and a second time from the checkpoint of step 3: the same lines and the same last checkpoint."""
+    flags = write_inputs(folder) | write_ds_config(folder, **ds_config) | changes | {"save_steps": 3}
+    run, straight = folder / "run", folder / "straight"
     run_ranks(train_on_ranks, world_size, flags)
-    shutil.rmtree(stopped / "checkpoints" / "step-6")
+    want = read_metrics(run)
+    (run / "checkpoints" / "step-6" / "deepspeed").rename(straight)
+    shutil.rmtree(run / "checkpoints" / "step-6")
     _, said = run_ranks(train_on_ranks, world_size, flags | {"resume_from_checkpoint": "auto"})[0]
-    assert any(f"resuming from {stopped}/checkpoints/step-3" in line for line in said)
+    assert any(f"resuming from {run}/checkpoints/step-3" in line for line in said)
     assert any("dropped" in line and "after step 3" in line for line in said)
-    want, got = read_metrics(straight), read_metrics(stopped)
+    got = read_metrics(run)
     assert want.keys() == got.keys()
     for step, line in want.items():
         assert untimed(got[step]) == untimed(line), step
-    folders = [run / "checkpoints" / "step-6" / "deepspeed" for run in (straight, stopped)]
-    assert entries(folders[0]) == entries(folders[1]) != []
-    for name in entries(folders[0]):
-        assert same_content(folders[0] / name, folders[1] / name), name
+    resumed = run / "checkpoints" / "step-6" / "deepspeed"
+    assert entries(straight) == entries(resumed) != []
+    for name in entries(straight):
+        assert same_content(straight / name, resumed / name), name
