@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,9 +62,15 @@ def make_extensions_ready() -> None:
 
 @functools.cache
 def _compile_extensions() -> None:
-    """What goes wrong here goes wrong in the runs as well, which say it."""
-    command = [sys.executable, "-c", BUILD]
-    subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, timeout=BUILD_LIMIT_S)
+    """Compile once for these versions. What goes wrong here goes wrong in the runs as well, which say it."""
+    versions = (sys.implementation.cache_tag, version("torch"), version("deepspeed"))
+    compiled = caches_folder() / CACHES["TORCH_EXTENSIONS_DIR"] / f"compiled-{'-'.join(versions)}"
+    if not compiled.exists():
+        command = [sys.executable, "-c", BUILD]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, timeout=BUILD_LIMIT_S)
+        if done.returncode == 0:
+            compiled.parent.mkdir(exist_ok=True)
+            compiled.touch()
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:

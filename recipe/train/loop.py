@@ -75,19 +75,11 @@ def results_dict(results: TrainResults, run: Run) -> dict[str, Any]:
 
 
 def _open_metrics(run: Run, *, after_step: int) -> MetricsWriter | None:
-    """Open metrics.jsonl on the first rank; where that fails, no rank goes on. Collective."""
-
-    def open_writer() -> MetricsWriter | None:
-        if run.ranks.rank > 0:
-            return None
-        return MetricsWriter(
-            run.folder.path,
-            after_step=after_step or None,
-            tensorboard="tensorboard" in run.arguments.report_to,
-            say=run.say,
-        )
-
-    return on_every(open_writer, ranks=run.ranks)
+    """Open metrics.jsonl where this is the first rank."""
+    if run.ranks.rank > 0:
+        return None
+    board = "tensorboard" in run.arguments.report_to
+    return MetricsWriter(run.folder.path, after_step=after_step or None, tensorboard=board, say=run.say)
 
 
 class TrainingLoop:
@@ -106,7 +98,7 @@ class TrainingLoop:
         self.run, self._engine, self._size = run, engine, checkpoint_size
         self._progress = progress = resume(run, engine, checkpoint)
         self._recorder = StepRecorder(run, engine, after_step=progress.step)
-        self._writer = _open_metrics(run, after_step=progress.step)
+        self._writer = on_every(lambda: _open_metrics(run, after_step=progress.step), ranks=run.ranks)
         # All ranks of a machine measure at once, so that the sum is what they can do together.
         run.ranks.barrier()
         peak = find_peak(run.world.device, precision=run.settings.precision)

@@ -10,9 +10,8 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,7 +198,7 @@ def test_more_ranks_than_gpus(quiet_machine: Path, monkeypatch: pytest.MonkeyPat
         start_ranks(world, environ={}, say=print)
 
 
-def _join(pipe: Connection, environ: dict[str, str], folder: str) -> None:
+def _join(environ: dict[str, str], folder: str) -> tuple[float, str, dict[str, str], list[str]]:
     """A rank in a process of its own: join, add up the ranks, leave, and report."""
     tempfile.tempdir = folder
     world = read_world(environ)
@@ -209,27 +208,13 @@ def _join(pipe: Connection, environ: dict[str, str], folder: str) -> None:
     dist.all_reduce(total)
     backend = dist.get_backend()
     stop_ranks(world)
-    pipe.send((total.item(), backend, environ, said))
+    return total.item(), backend, environ, said
 
 
 def _in_processes(environs: list[dict[str, str]], folder: Path) -> list[Any]:
     """Run `_join` in one process per environment, all children of the same process, as a launcher's are."""
-    context = with_libraries()
-    pipes, processes = [], []
-    for environ in environs:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_join, args=(theirs, environ, str(folder)), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        assert all(pipe.poll(40) for pipe in pipes)
-        return [pipe.recv() for pipe in pipes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with ProcessPoolExecutor(len(environs), mp_context=with_libraries()) as pool:
+        return list(pool.map(_join, environs, [str(folder)] * len(environs), timeout=60))
 
 
 @pytest.mark.requirement("R-LAUNCH-03", "R-LAUNCH-04")

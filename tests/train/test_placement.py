@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
 from recipe.checkpoint.expert_counts import read_expert_counts, write_expert_counts
-from recipe.checkpoint.manifest import Manifest, file_sizes, record_file, write_manifest
 from recipe.cli import main
 from recipe.hf.export import FOLDER
 from recipe.shared.errors import CheckpointBrokenError
 from recipe.train.placement import HF_NAME, PlacedModel, place_experts, place_model, write_placed
 from tests.exports import CONFIGS
 from tests.referee import full_state, referee_model
+from tests.states import seal
 
 
 def zipf(num_experts: int, *, seed: int, skew: float = 1.0) -> list[float]:
@@ -140,13 +140,12 @@ def split_files(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def saved_checkpoint(folder: Path, kind: str = "mixtral", *, step: int = 20, ep: int = 2) -> Path:
+def saved_checkpoint(folder: Path) -> Path:
     """What a run leaves: a checkpoint with a Hugging Face folder, counts, and a manifest over both."""
-    checkpoint = folder / "run" / "checkpoints" / f"step-{step}"
-    saved_model(checkpoint / HF_NAME, kind)
-    write_expert_counts(checkpoint, counts_for(CONFIGS[kind]()), first_step=11, last_step=step)
-    files = {name: record_file(checkpoint / name) for name in file_sizes(checkpoint)}
-    write_manifest(checkpoint, Manifest(step=step, files=files, details={"ep": ep}))
+    checkpoint = folder / "run" / "checkpoints" / "step-20"
+    saved_model(checkpoint / HF_NAME, "mixtral")
+    write_expert_counts(checkpoint, counts_for(CONFIGS["mixtral"]()), first_step=11, last_step=20)
+    seal(checkpoint, step=20, details={"ep": 2})
     (checkpoint.parent / "latest").symlink_to(checkpoint.name)
     return checkpoint
 
