@@ -20,7 +20,7 @@ from modeling.auxiliary import TokenSums
 from modeling.spec import ModelSizes
 from recipe.shared.flops import model_flops_per_token
 
-# Left out of a log line where there is nothing they could be of: MoE layers, a capacity, ranks that differ, copies.
+# None, and left out of a log line, without MoE layers; the last three without a capacity, with ep=1, without copies.
 OPTIONAL = (
     *("aux_loss", "z_loss", "rho", "dead_experts", "router_entropy"),
     *("dropped", "rank_rho", "rank_rho_bound"),

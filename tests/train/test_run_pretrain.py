@@ -14,7 +14,7 @@ import pytest
 
 from recipe.shared.errors import STOPPED
 from tests.clean_process import run_clean
-from tests.launching import LAUNCHER, run_main, running, shared_memory, words_of
+from tests.launching import LAUNCHER, LIMIT_S, run_main, running, shared_memory, words_of
 from tests.training import Flags, read_metrics, write_ds_config, write_inputs
 
 METRIC_KEYS = {
@@ -35,11 +35,11 @@ def stop_under_launcher(words: list[str], folder: Path, *, num_ranks: int, told:
     """Train until step 6 is logged, send SIGTERM to `told`; what was said. Checks that all of it is gone, and saved."""
     before = shared_memory()
     with running([LAUNCHER, *words]) as process:
-        deadline_s = time.monotonic() + 90
+        deadline_s = time.monotonic() + LIMIT_S
         metrics = folder / "run" / "metrics.jsonl"
         while not (metrics.exists() and '"step": 6,' in metrics.read_text()):
             assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline_s
+            assert time.monotonic() < deadline_s, "no sixth step"
             time.sleep(0.1)
         ranks = ranks_below(process)
         assert len(ranks) == num_ranks
