@@ -60,9 +60,9 @@ def _meter_of(losses: list[float], tokens: list[int]) -> Totals:
 
 
 def _record(ranks: list[Totals], *, tp: int = 1, elapsed_s: float = 0.5, peak_flops_per_s: float = 1e9) -> StepRecord:
-    others: Any = {"step": 1, "lr": 0.1, "grad_norm": 2.0, "tokens": 5, "skipped_steps": 0}
-    seconds: Any = {"elapsed_s": elapsed_s, "peak_flops_per_s": peak_flops_per_s}
-    return make_step_record(combine_ranks(ranks, tp=tp), sizes=TINY, **others, **seconds)
+    totals = combine_ranks(ranks, tp=tp)
+    others: Any = {"step": 1, "lr": 0.1, "grad_norm": 2.0, "tokens": 5, "skipped_steps": 0, "sizes": TINY}
+    return make_step_record(totals, elapsed_s=elapsed_s, peak_flops_per_s=peak_flops_per_s, **others)
 
 
 @pytest.mark.parametrize(
