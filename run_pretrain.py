@@ -89,9 +89,8 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     from recipe.shared.json_files import write_json
     from recipe.shared.ranks import TorchRanks
     from recipe.train.disk_room import check_disk_room
-    from recipe.train.loop import open_training
-    from recipe.train.prepare import prepare_engine, prepare_run
-    from recipe.train.run import describe_run
+    from recipe.train.loop import TrainingLoop
+    from recipe.train.prepare import describe_run, prepare_engine, prepare_run
 
     arguments, settings = request.arguments, request.settings
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
@@ -109,7 +108,7 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     folder.discard_old_run(ranks=ranks, say=say)  # not before the new one is known to start
     if ranks.rank == 0:
         write_json(output_dir / "run.json", describe_run(run))
-    return open_training(run, engine, checkpoint=checkpoint, checkpoint_size=size)
+    return TrainingLoop(run, engine, checkpoint=checkpoint, checkpoint_size=size)
 
 
 def report(results: "TrainResults", loop: "TrainingLoop") -> None:

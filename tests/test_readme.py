@@ -138,31 +138,24 @@ def test_every_exit_code_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("path", documents(), ids=name_of)
-def test_a_flag_that_is_named_exists(path: Path) -> None:
-    scripts = "".join(f.read_text() for f in (*ROOT.glob("benchmarks/**/*.py"), ROOT / "tests" / "conftest.py"))
-    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", prose)) - FOREIGN_FLAGS
-    unknown = {flag for flag in named - known_flags() if f'"{flag}"' not in scripts}
-    assert not unknown
-
-
-@pytest.mark.parametrize("path", documents(), ids=name_of)
-def test_a_file_that_is_named_exists(path: Path) -> None:
-    """Links, from the document's own folder; and names in backticks, from the top."""
+def test_flags_files_and_headings_that_a_page_names_exist(path: Path) -> None:
+    """Links are seen from the document's own folder, names in backticks from the top."""
     text = path.read_text()
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        assert link.startswith("http") or (path.parent / link).exists(), link
+    scripts = "".join(f.read_text() for f in (*ROOT.glob("benchmarks/**/*.py"), ROOT / "tests" / "conftest.py"))
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", prose)) - FOREIGN_FLAGS
+    assert not {flag for flag in flags - known_flags() if f'"{flag}"' not in scripts}
+    for link, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text):
+        if link.startswith("http"):
+            continue
+        target = path.parent / link if link else path
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", target.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, anchor
     folders = "recipe|modeling|tests|benchmarks|docs|examples|ds_configs"
     for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
-
-
-@pytest.mark.parametrize("path", documents(), ids=name_of)
-def test_a_link_to_a_heading_finds_it(path: Path) -> None:
-    for link, anchor in re.findall(r"\]\(([^)#]*)#([^)]*)\)", path.read_text()):
-        target = path.parent / link if link else path
-        headings = re.findall(r"^#+ (.*)", target.read_text(), re.M)
-        assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, anchor
 
 
 @pytest.mark.slow

@@ -7,9 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 PROC = Path("/proc")
 POLL_S = 0.05
-STATE, PARENT, START_TICKS = 0, 1, 19  # positions in what `_read_stat` returns
+STATE, START_TICKS = 0, 19  # positions among the fields of /proc/PID/stat that follow the name
 
 
 class ProcessId(NamedTuple):
@@ -21,10 +23,12 @@ class ProcessId(NamedTuple):
 
 def identify(pid: int) -> ProcessId | None:
     """Return the process that runs under this pid now; None where there is none, or only its zombie."""
-    stat = _read_stat(pid)
-    if not stat or stat[STATE] in "ZX":
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return None
-    return ProcessId(pid, int(stat[START_TICKS]))
+    fields = text.rpartition(")")[2].split()  # of proc(5), those behind the name in parentheses, which may hold spaces
+    return None if fields[STATE] in "ZX" else ProcessId(pid, int(fields[START_TICKS]))
 
 
 def identify_myself() -> ProcessId:
@@ -44,13 +48,13 @@ def find_deepspeed_command() -> ProcessId | None:
 
     It starts a launcher, which starts the ranks. On one node it does not pass signals on: it just dies of them.
     """
-    launcher = os.getppid()
-    if "deepspeed.launcher.launch" not in _read_arguments(launcher):
-        return None
-    stat = _read_stat(launcher)
-    command = int(stat[PARENT]) if stat else 0
-    names = [Path(argument).name for argument in _read_arguments(command)]
-    return identify(command) if {"deepspeed", "deepspeed.launcher.runner"} & set(names) else None
+    with suppress(psutil.Error):  # of a process that has just ended, or that this user may not look at
+        launcher = psutil.Process(os.getppid())
+        command = launcher.parent()
+        if command is not None and "deepspeed.launcher.launch" in launcher.cmdline():
+            names = {Path(argument).name for argument in command.cmdline()}
+            return identify(command.pid) if names & {"deepspeed", "deepspeed.launcher.runner"} else None
+    return None
 
 
 def pid_namespace() -> str:
@@ -72,19 +76,3 @@ def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]]) -> int:
                 if code:
                     return code if code > 0 else 1
     return 0
-
-
-def _read_stat(pid: int) -> list[str]:
-    """Read the fields of proc(5) from the third on: state, parent, ..., start as the 22nd; none without a process."""
-    try:
-        text = (PROC / str(pid) / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return text.rpartition(")")[2].split()  # the second field, the name in parentheses, may hold spaces
-
-
-def _read_arguments(pid: int) -> list[str]:
-    try:
-        return (PROC / str(pid) / "cmdline").read_text(errors="replace").split("\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return []

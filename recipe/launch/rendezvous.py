@@ -6,13 +6,14 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 from torch.distributed import DistNetworkError, FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from recipe.launch.processes import PROC, ProcessId, identify_myself, is_alive, pid_namespace
+from recipe.launch.processes import ProcessId, identify_myself, is_alive, pid_namespace
 from recipe.shared.errors import RunError
 
 POLL_S = 0.02
@@ -131,19 +132,8 @@ def _wait_for_listener(address: str, *, port: int, timeout_s: float) -> None:
 
 def _port_holder(port: int) -> str:
     """Describe the process that listens on a TCP port of this machine, as far as this user may know."""
-    listening = "0A"
-    inodes = {
-        fields[9]
-        for table in (PROC / "net/tcp", PROC / "net/tcp6")
-        if table.exists()
-        for fields in map(str.split, table.read_text().splitlines()[1:])
-        if fields[3] == listening and int(fields[1].rpartition(":")[2], 16) == port
-    }
-    for entry in PROC.glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(entry) in {f"socket:[{inode}]" for inode in inodes}:
-                process = entry.parts[2]
-                return f"process {process} ({(PROC / process / 'comm').read_text().strip()})"
-        except (PermissionError, FileNotFoundError, ProcessLookupError):
-            continue  # another user's process, or one that has just ended
+    with suppress(psutil.Error):  # another user's process, or one that has just ended
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid is not None:
+                return f"process {found.pid} ({psutil.Process(found.pid).name()})"
     return "a process that this user cannot see"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 SHARED_MEMORY = Path("/dev/shm")
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 COMMAND = "deepspeed --num_accelerators N run_pretrain.py ..."
 # Launchers that start many processes without telling them RANK: (their name, their count of processes).
 FOREIGN_LAUNCHERS = (("mpirun", "OMPI_COMM_WORLD_SIZE"), ("mpiexec", "PMI_SIZE"), ("srun", "SLURM_STEP_NUM_TASKS"))
@@ -91,7 +92,6 @@ def start_ranks(
     environ: MutableMapping[str, str],
     say: Callable[[str], None],
     join_timeout_s: float = 300.0,
-    collective_timeout_s: float = 1800.0,
 ) -> None:
     """Make the node fit for work and join torch's default process group (gloo on CPU, NCCL on GPU).
 
@@ -123,7 +123,7 @@ def start_ranks(
         store=store,
         rank=world.rank,
         world_size=world.world_size,
-        timeout=timedelta(seconds=collective_timeout_s),
+        timeout=COLLECTIVE_TIMEOUT,
     )
 
 
@@ -294,7 +294,7 @@ class SharedMemoryError(RunError):
     """/dev/shm has no room to work with."""
 
 
-def remove_dead_buffers(folder: Path, *, say: Callable[[str], None]) -> list[str]:
+def remove_dead_buffers(folder: Path, *, say: Callable[[str], None]) -> None:
     """Remove this user's all-reduce buffers that no process has mapped or open, and say which.
 
     A process in another pid namespace that shares the folder is not seen. Taking a buffer's name away does not
@@ -302,16 +302,15 @@ def remove_dead_buffers(folder: Path, *, say: Callable[[str], None]) -> list[str
     """
     buffers = [path for path in folder.glob(BUFFER_PREFIX + "*") if path.stat().st_uid == os.getuid()]
     if not buffers:
-        return []
+        return
     in_use = set(_files_in_use(folder))
     dead = sorted(path for path in buffers if str(path) not in in_use)
     size_bytes = sum(path.stat().st_size for path in dead)
     for path in dead:
         path.unlink()
-    names = [path.name for path in dead]
     if dead:
-        say(f"removed what dead runs left in {folder} ({size_bytes / MIB:.0f} MiB): {', '.join(names)}")
-    return names
+        names = ", ".join(path.name for path in dead)
+        say(f"removed what dead runs left in {folder} ({size_bytes / MIB:.0f} MiB): {names}")
 
 
 def check_room(folder: Path) -> None:

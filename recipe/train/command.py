@@ -20,16 +20,15 @@ def _add_place_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _place_experts(arguments: argparse.Namespace) -> int:
     """Print how even the ranks' work could be; weights are only read where a folder is to be written."""
-    from recipe.train.expert_placement import describe, find_source, place_all, write_placed
+    from recipe.train.placement import describe, place_model, write_placed
 
-    source = find_source(arguments.source, counts_file=arguments.counts, num_ranks=arguments.ep)
-    placements = place_all(source)
-    for line in describe(source, placements):
+    model = place_model(arguments.source, counts_file=arguments.counts, num_ranks=arguments.ep)
+    for line in describe(model):
         print(line)
     if arguments.out is None:
         print("nothing was written; --out FOLDER writes the weights with the experts in these places")
         return 0
-    write_placed(source, placements, out=arguments.out)
+    write_placed(model, out=arguments.out)
     print(f"wrote {arguments.out}; train on from it with --model_name_or_path {arguments.out}")
     return 0
 

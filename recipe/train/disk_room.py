@@ -9,9 +9,10 @@ from modeling.init import full_shapes, shard_table, stored_tensors
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.folders import check_free_space, list_checkpoints
 from recipe.engine.engine import Engine
+from recipe.settings.flags import Arguments
 from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_first
-from recipe.train.run import Run, pick_dtype
+from recipe.train.prepare import Run, pick_dtype
 
 MASTER_BYTES = 3 * 4  # of a trained number under ZeRO: float32 copy and two moments
 BYTES_PER_ENTRY = 512  # what torch.save and the rank files take to name and describe a tensor
@@ -40,11 +41,9 @@ def check_disk_room(run: Run, engine: Engine, *, checkpoint: Checkpoint | None) 
     """
     arguments, with_hf = run.arguments, run.arguments.hf_save != "never"
     step = 0 if checkpoint is None else checkpoint.step
-    num_saves = saves_to_come(step, max_steps=run.max_steps, save_steps=arguments.save_steps)
-    num_saves = 0 if arguments.save_strategy == "no" else num_saves
     old_bytes = run.folder.old_bytes(ranks=run.ranks)
     num_there = 0 if old_bytes else len(on_first(lambda: list_checkpoints(run.folder.checkpoints), ranks=run.ranks))
-    num_more = more_at_a_time(num_saves, keep=arguments.save_total_limit, num_there=num_there)
+    num_more = more_at_a_time(arguments, step=step, max_steps=run.max_steps, num_there=num_there)
     dtype = pick_dtype(arguments.hf_dtype, precision=run.settings.precision) if with_hf else None
     size = estimate_size(engine, hf_dtype=dtype, ranks=run.ranks)
     num_with_hf = {"every": num_more, "last": min(1, num_more), "never": 0}[arguments.hf_save]
@@ -64,18 +63,16 @@ def check_disk_room(run: Run, engine: Engine, *, checkpoint: Checkpoint | None) 
     return size
 
 
-def saves_to_come(step: int, *, max_steps: int, save_steps: int) -> int:
-    """Return how often a run that goes on after `step` saves: every `save_steps` steps (0: never) and at the end."""
-    if step >= max_steps:
+def more_at_a_time(arguments: Arguments, *, step: int, max_steps: int, num_there: int) -> int:
+    """Return how many checkpoints a run that goes on after `step` adds at most to the `num_there` of now.
+
+    It saves every `save_steps` steps (0: never) and at the end, and keeps `save_total_limit` of them (None: all).
+    """
+    if arguments.save_strategy == "no" or step >= max_steps:
         return 0
-    return 1 + ((max_steps - 1) // save_steps - step // save_steps if save_steps else 0)
-
-
-def more_at_a_time(num_saves: int, *, keep: int | None, num_there: int) -> int:
-    """Return how many checkpoints are added at most to the present `num_there`, if a run saves `num_saves` times."""
-    if keep is None:
-        return num_saves
-    return min(num_saves, max(1, keep + 1 - num_there))
+    every, keep = arguments.save_steps, arguments.save_total_limit
+    num_saves = 1 + ((max_steps - 1) // every - step // every if every else 0)
+    return num_saves if keep is None else min(num_saves, max(1, keep + 1 - num_there))
 
 
 def estimate_size(engine: Engine, *, hf_dtype: torch.dtype | None, ranks: Ranks) -> CheckpointSize:

@@ -4,8 +4,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
@@ -27,7 +26,13 @@ class MetricsWriter:
             self._path.unlink(missing_ok=True)
         elif self._path.exists():
             _drop_lines_after(self._path, step=after_step, say=say)
-        self._board = _open_tensorboard(folder / "tensorboard", after_step=after_step) if tensorboard else None
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Readers drop what an earlier writer logged from this step on.
+            purge_step = None if after_step is None else after_step + 1
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord | EvalRecord) -> None:
@@ -43,14 +48,6 @@ class MetricsWriter:
         self._file.close()
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class ProgressBar:
@@ -118,13 +115,6 @@ def tensorboard_faults() -> list[str]:
     if importlib.util.find_spec("tensorboard") is not None:
         return []
     return ["--report_to tensorboard needs the tensorboard package: pip install 'gather-moe[tensorboard]'"]
-
-
-def _open_tensorboard(folder: Path, *, after_step: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    # Readers drop what an earlier writer logged from this step on.
-    return SummaryWriter(str(folder), purge_step=None if after_step is None else after_step + 1)
 
 
 def _scalars(values: dict[str, Any]) -> Iterator[tuple[str, float]]:

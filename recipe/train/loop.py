@@ -31,16 +31,15 @@ from recipe.train.log import MetricsWriter, ProgressBar, describe_evaluation
 from recipe.train.metrics import (
     EvalRecord,
     StepRecord,
-    StepState,
     TrainingClock,
     combine_ranks,
     make_eval_record,
     make_step_record,
     read_peak_memory_bytes,
 )
+from recipe.train.prepare import Run, pick_dtype
 from recipe.train.recording import StepRecorder
-from recipe.train.resume import Progress, checkpoint_details, rank_state, resume
-from recipe.train.run import Run, pick_dtype
+from recipe.train.resume import checkpoint_details, rank_state, resume
 
 
 class TrainResults(NamedTuple):
@@ -74,67 +73,36 @@ def results_dict(results: TrainResults, run: Run) -> dict[str, Any]:
     }
 
 
-def open_training(
-    run: Run, engine: Engine, *, checkpoint: Checkpoint | None, checkpoint_size: CheckpointSize
-) -> "TrainingLoop":
-    """Resume from the checkpoint, if any, open the logs, and find the speed that MFU is relative to. Collective.
-
-    `checkpoint_size` is what a checkpoint to be saved will take. ValueError where the checkpoint is of another set-up,
-    or the run has no such steps as --profile_steps asks for, or metrics.jsonl is not a log.
-    """
-    progress = resume(run, engine, checkpoint)
-    recorder = StepRecorder(run, engine, after_step=progress.step)
-    writer = _open_metrics(run, after_step=progress.step)
-    # All ranks of a machine measure at once, so that the sum is what they can do together.
-    run.ranks.barrier()
-    peak = find_peak(run.world.device, precision=run.settings.precision)
-    peak_flops_per_s = math.fsum(run.ranks.gather(peak.flops_per_s))
-    run.say(f"MFU is relative to {peak_flops_per_s / 1e12:.3f} TFLOP/s ({peak.source}, all ranks)")
-    return TrainingLoop(
-        run,
-        engine,
-        progress=progress,
-        recorder=recorder,
-        writer=writer,
-        checkpoint_size=checkpoint_size,
-        peak_flops_per_s=peak_flops_per_s,
-    )
-
-
 def _open_metrics(run: Run, *, after_step: int) -> MetricsWriter | None:
-    """Open metrics.jsonl on the first rank; where that fails, no rank goes on. Collective."""
-
-    def open_writer() -> MetricsWriter | None:
-        if run.ranks.rank > 0:
-            return None
-        return MetricsWriter(
-            run.folder.path,
-            after_step=after_step or None,
-            tensorboard="tensorboard" in run.arguments.report_to,
-            say=run.say,
-        )
-
-    return on_every(open_writer, ranks=run.ranks)
+    """Open metrics.jsonl where this is the first rank."""
+    if run.ranks.rank > 0:
+        return None
+    board = "tensorboard" in run.arguments.report_to
+    return MetricsWriter(run.folder.path, after_step=after_step or None, tensorboard=board, say=run.say)
 
 
 class TrainingLoop:
-    """Holds what changes while training; made by `open_training`."""
+    """Opened at step 0 or at a checkpoint; holds what changes while training."""
 
     def __init__(
-        self,
-        run: Run,
-        engine: Engine,
-        *,
-        progress: Progress,
-        recorder: StepRecorder,
-        writer: MetricsWriter | None,
-        checkpoint_size: CheckpointSize,
-        peak_flops_per_s: float,
+        self, run: Run, engine: Engine, *, checkpoint: Checkpoint | None, checkpoint_size: CheckpointSize
     ) -> None:
-        """Hold all of these; the seconds of the first log line count from here. `writer` is rank 0's."""
-        self.run, self._engine, self._progress = run, engine, progress
-        self._recorder, self._writer = recorder, writer
-        self._size, self._peak_flops_per_s = checkpoint_size, peak_flops_per_s
+        """Resume from the checkpoint, if any, open the logs, and find the speed that MFU is relative to. Collective.
+
+        `checkpoint_size` is what a checkpoint to be saved will take. The seconds of the first log line count from here.
+
+        ValueError where the checkpoint is of another set-up, or the run has no such steps as --profile_steps asks for,
+        or metrics.jsonl is not a log.
+        """
+        self.run, self._engine, self._size = run, engine, checkpoint_size
+        self._progress = progress = resume(run, engine, checkpoint)
+        self._recorder = StepRecorder(run, engine, after_step=progress.step)
+        self._writer = on_every(lambda: _open_metrics(run, after_step=progress.step), ranks=run.ranks)
+        # All ranks of a machine measure at once, so that the sum is what they can do together.
+        run.ranks.barrier()
+        peak = find_peak(run.world.device, precision=run.settings.precision)
+        self._peak_flops_per_s = math.fsum(run.ranks.gather(peak.flops_per_s))
+        run.say(f"MFU is relative to {self._peak_flops_per_s / 1e12:.3f} TFLOP/s ({peak.source}, all ranks)")
         self._saves = run.arguments.save_strategy != "no"
         self._last: StepRecord | None = None
         self._evaluation: EvalRecord | None = None
@@ -221,16 +189,17 @@ class TrainingLoop:
         run, progress = self.run, self._progress
         totals = progress.meter.take(peak_memory_bytes=read_peak_memory_bytes(run.world.device))
         combined = combine_ranks(run.ranks.gather(totals), tp=run.mesh.layout.tp)
-        state = StepState(
+        self._last = make_step_record(
+            combined,
             step=progress.step,
             lr=self._learning_rate(),
             grad_norm=grad_norm,
             tokens=self._tokens(),
             skipped_steps=self._engine.skipped_steps,
             elapsed_s=self._clock.lap(),
+            sizes=run.config.sizes,
+            peak_flops_per_s=self._peak_flops_per_s,
         )
-        sizes, peak = run.config.sizes, self._peak_flops_per_s
-        self._last = make_step_record(combined, state=state, sizes=sizes, peak_flops_per_s=peak)
         self._bar.show(self._last)
         self._write(self._last)
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -20,7 +20,11 @@ from modeling.auxiliary import TokenSums
 from modeling.spec import ModelSizes
 from recipe.shared.flops import model_flops_per_token
 
-LOADS = ("rho", "dead_experts", "router_entropy")  # what is logged of every MoE layer
+# None, and left out of a log line, without MoE layers; the last three without a capacity, with ep=1, without copies.
+OPTIONAL = (
+    *("aux_loss", "z_loss", "rho", "dead_experts", "router_entropy"),
+    *("dropped", "rank_rho", "rank_rho_bound"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,32 +128,8 @@ def merge_meters(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def combine_ranks(by_rank: Sequence[Totals], *, tp: int) -> Totals:
     """Sum the totals of every rank, in rank order: each group of tp ranks counts once."""
     groups = by_rank[::tp]
-    return Totals(
-        loss_sum=math.fsum(group.loss_sum for group in groups),
-        num_targets=sum(group.num_targets for group in groups),
-        num_tokens=sum(group.num_tokens for group in groups),
-        squared_lengths=sum(group.squared_lengths for group in groups),
-        aux_sums=_add_up([group.aux_sums for group in groups]),
-        z_sums=_add_up([group.z_sums for group in groups]),
-        entropy_sums=_add_up([group.entropy_sums for group in groups]),
-        expert_counts=tuple(_add_up(counts) for counts in zip(*(group.expert_counts for group in groups), strict=True)),
-        dropped=_add_up([group.dropped for group in groups]),
-        slowest=_add_up([group.slowest for group in groups]),
-        slowest_bound=_add_up([group.slowest_bound for group in groups]),
-        peak_memory_bytes=max(rank.peak_memory_bytes for rank in by_rank),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepState:
-    """The values of a log line that are not sums over tokens."""
-
-    step: int
-    lr: float
-    grad_norm: float | None  # None where the engine does not know it
-    tokens: int  # consumed since the run began, counted once per group, resumed runs included
-    skipped_steps: int
-    elapsed_s: float  # training time that the totals took
+    sums = {total.name: _add_up([getattr(group, total.name) for group in groups]) for total in fields(Totals)}
+    return Totals(**{**sums, "peak_memory_bytes": max(rank.peak_memory_bytes for rank in by_rank)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +140,9 @@ class StepRecord:
     loss: float | None  # None where no token was predicted
     aux_loss: float | None  # mean over the MoE layers; None without any
     z_loss: float | None
-    grad_norm: float | None
+    grad_norm: float | None  # None where the engine does not know it
     lr: float
-    tokens: int
+    tokens: int  # consumed since the run began, counted once per group, resumed runs included
     tokens_per_s: float
     model_flops_per_s: float
     mfu: float
@@ -177,9 +157,7 @@ class StepRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the values by name, without those of MoE layers, a capacity or copies where there are none."""
-        absent = {"aux_loss", "z_loss", *LOADS} if self.rho is None else set()
-        absent |= {name for name in ("dropped", "rank_rho", "rank_rho_bound") if getattr(self, name) is None}
-        return {name: value for name, value in asdict(self).items() if name not in absent}
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in OPTIONAL}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,29 +172,45 @@ class EvalRecord:
         return asdict(self)
 
 
-def make_step_record(totals: Totals, *, state: StepState, sizes: ModelSizes, peak_flops_per_s: float) -> StepRecord:
-    """Turn the run's totals into a log line; `peak_flops_per_s` is the sum over all devices."""
-    tokens_per_s = totals.num_tokens / state.elapsed_s
+def make_step_record(
+    totals: Totals,
+    *,
+    step: int,
+    lr: float,
+    grad_norm: float | None,
+    tokens: int,
+    skipped_steps: int,
+    elapsed_s: float,
+    sizes: ModelSizes,
+    peak_flops_per_s: float,
+) -> StepRecord:
+    """Turn the run's totals, which training took `elapsed_s` for, into a log line.
+
+    `peak_flops_per_s` is the sum over all devices.
+    """
+    tokens_per_s = totals.num_tokens / elapsed_s
     attention_length = totals.squared_lengths / totals.num_tokens
     flops_per_s = tokens_per_s * model_flops_per_token(sizes, attention_length=attention_length)
+    chosen = [sum(counts) for counts in totals.expert_counts]
+    rows = [pairs - lost for pairs, lost in zip(chosen, totals.dropped or [0.0] * len(chosen), strict=True)]
     return StepRecord(
-        step=state.step,
+        step=step,
         loss=mean_loss(totals.loss_sum, num_targets=totals.num_targets),
         aux_loss=moe_layer_mean([total / totals.num_tokens for total in totals.aux_sums]),
         z_loss=moe_layer_mean([total / totals.num_tokens for total in totals.z_sums]),
-        grad_norm=state.grad_norm,
-        lr=state.lr,
-        tokens=state.tokens,
+        grad_norm=grad_norm,
+        lr=lr,
+        tokens=tokens,
         tokens_per_s=tokens_per_s,
         model_flops_per_s=flops_per_s,
         mfu=flops_per_s / peak_flops_per_s,
         rho=tuple(load_ratio(counts) for counts in totals.expert_counts) or None,
         dead_experts=tuple(counts.count(0) for counts in totals.expert_counts) or None,
         router_entropy=tuple(total / totals.num_tokens for total in totals.entropy_sums) or None,
-        dropped=_dropped_shares(totals) if totals.dropped else None,
-        rank_rho=_over_rows(totals.slowest, totals=totals),
-        rank_rho_bound=_over_rows(totals.slowest_bound, totals=totals),
-        skipped_steps=state.skipped_steps,
+        dropped=_ratios(totals.dropped, chosen),
+        rank_rho=_ratios(totals.slowest, rows),
+        rank_rho_bound=_ratios(totals.slowest_bound, rows),
+        skipped_steps=skipped_steps,
         peak_memory_bytes=totals.peak_memory_bytes,
     )
 
@@ -239,13 +233,11 @@ def moe_layer_mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _over_rows(values: Sequence[float], *, totals: Totals) -> tuple[float, ...] | None:
-    """Divide values per MoE layer by the rows of its experts: NaN where there were none; None without values."""
-    if not values:
+def _ratios(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, ...] | None:
+    """Divide layer by layer: NaN where there is nothing to divide by; None without parts."""
+    if not parts:
         return None
-    dropped = totals.dropped or (0.0,) * len(values)
-    rows = [sum(counts) - lost for counts, lost in zip(totals.expert_counts, dropped, strict=True)]
-    return tuple(value / row if row else math.nan for value, row in zip(values, rows, strict=True))
+    return tuple(part / whole if whole else math.nan for part, whole in zip(parts, wholes, strict=True))
 
 
 def load_ratio(counts: Sequence[float]) -> float:
@@ -306,11 +298,8 @@ def _with_rank_loads_of(like: TokenSums, *, sums: TokenSums) -> TokenSums:
     )
 
 
-def _dropped_shares(totals: Totals) -> tuple[float, ...]:
-    """Return the dropped share of each MoE layer's choices; NaN where there was none."""
-    chosen = [sum(counts) for counts in totals.expert_counts]
-    return tuple(part / whole if whole else math.nan for part, whole in zip(totals.dropped, chosen, strict=True))
-
-
-def _add_up(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    return tuple(math.fsum(column) for column in zip(*rows, strict=True))
+def _add_up(parts: Sequence[Any]) -> Any:
+    """Sum numbers, or tuples of them or of tuples position by position; whole numbers stay whole."""
+    if isinstance(parts[0], tuple):
+        return tuple(_add_up(column) for column in zip(*parts, strict=True))
+    return sum(parts) if isinstance(parts[0], int) else math.fsum(parts)

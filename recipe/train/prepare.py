@@ -1,16 +1,20 @@
-"""From settled settings to a run and an engine: data, tokenizer, model configuration, weights, optimizer."""
+"""From settled settings to a run and an engine: data, tokenizer, configuration, weights, optimizer, and run.json."""
 
 import logging
 import os
+import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils.tqdm import disable_progress_bars
+from torch import nn
 from transformers.utils.logging import set_verbosity
 
 from modeling.config import GatherMoeConfig
@@ -33,10 +37,10 @@ from recipe.settings.model_source import HubModel, is_on_hub
 from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
 from recipe.settings.sources import load_deepspeed_json
 from recipe.settings.training import settle_schedule
+from recipe.shared.flops import count_parameters
 from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_every, on_first
 from recipe.train.log import tensorboard_faults
-from recipe.train.run import Run, describe_parameters
 
 # Any of them is enough for AutoTokenizer; old folders have no tokenizer_config.json.
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
@@ -49,6 +53,36 @@ class Request(NamedTuple):
     settings: ResolvedConfig
     model: Mapping[str, Any]  # keyword arguments of GatherMoeConfig
     world: World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that the training loop works with; the same on every rank but for the rank itself."""
+
+    arguments: Arguments
+    settings: ResolvedConfig
+    config: GatherMoeConfig
+    world: World
+    mesh: ParallelMesh
+    ranks: Ranks  # all of them, for host decisions
+    folder: RunFolder
+    model_folder: Path | None  # of the weights the run starts from
+    repository: str | None  # of the hub, for what the run will have trained
+    data: PreparedData
+    say: Callable[[str], None]  # prints on rank 0
+
+    @property
+    def max_steps(self) -> int:
+        """The last optimizer step."""
+        max_steps = self.settings.schedule.max_steps
+        assert max_steps is not None, "prepare_run settles the schedule once the data is counted"
+        return max_steps
+
+    @property
+    def num_train_blocks(self) -> int:
+        """How many blocks training goes through: all, or as many as --max_train_samples allows."""
+        num_blocks, limit = len(self.data.train), self.arguments.max_train_samples
+        return num_blocks if limit is None else min(limit, num_blocks)
 
 
 def settle_request(arguments: Arguments, *, world: World, model: ModelSettings, faults: Sequence[str] = ()) -> Request:
@@ -229,3 +263,44 @@ def model_config(arguments: Arguments, *, model: Mapping[str, Any]) -> GatherMoe
     config = GatherMoeConfig(**model, **run_options(arguments), use_cache=False)
     config._attn_implementation = arguments.attn_implementation
     return config
+
+
+def describe_run(run: Run) -> dict[str, Any]:
+    """Return the content of run.json."""
+    packages = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "gather-moe")
+    total, active = count_parameters(run.config.sizes)
+    return {
+        "arguments": {name: value for name, value in asdict(run.arguments).items() if name != "given"},
+        "given": dict(run.arguments.given),
+        "settings": asdict(run.settings),
+        "model": run.config.to_dict(),
+        "parameters": {"total": total, "active": active},
+        "world": asdict(run.world),
+        "data": run.data.report,
+        "model_folder": None if run.model_folder is None else str(run.model_folder),
+        "command": sys.argv,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+    }
+
+
+def describe_parameters(model: nn.Module, config: GatherMoeConfig) -> str:
+    """Return a line with the sizes of the whole model, and this rank's share by kind."""
+    total, active = count_parameters(config.sizes)
+    kinds = {"experts": ".experts.", "router": "mlp.gate.weight", "norms": "norm", "attention": ".self_attn."}
+    held = dict.fromkeys([*kinds, "embedding and dense"], 0)
+    trained = dict(held)
+    for name, parameter in model.named_parameters():
+        kind = next((kind for kind, part in kinds.items() if part in name), "embedding and dense")
+        held[kind] += parameter.numel()
+        trained[kind] += parameter.numel() if parameter.requires_grad else 0
+    shares = ", ".join(f"{kind} {trained[kind]:,}/{held[kind]:,}" for kind in held if held[kind])
+    return (
+        f"model: {total:,} parameters, {active:,} active per token; trainable/held by this rank: "
+        f"{sum(trained.values()):,}/{sum(held.values()):,} ({shares})"
+    )
+
+
+def pick_dtype(name: str, *, precision: str) -> torch.dtype:
+    """Return the type that --hf_dtype names; "auto" is the precision of the run."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return names[{"fp32": "float32", "bf16": "bfloat16"}[precision] if name == "auto" else name]

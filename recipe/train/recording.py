@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from recipe.shared.scopes import (
     trace_name,
 )
 from recipe.shared.together import on_every, on_first
-from recipe.train.run import Run
+from recipe.train.prepare import Run
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"),
@@ -51,45 +50,20 @@ class StepRecorder:
     """
 
     def __init__(self, run: Run, engine: Engine, *, after_step: int) -> None:
-        """`after_step` is the step that the run goes on from, 0 where it begins.
-
-        ValueError where a run that begins has no such steps. One that goes on has been started with them before: it
-        records those of them that are to come, if none is behind it.
-        """
-        arguments, last = run.arguments, run.settings.schedule.max_steps
-        assert last is not None
+        """`after_step` is the step that the run goes on from, 0 where it begins; ValueError as `steps_to_record`."""
         self._run, self._engine = run, engine
-        self._num_steps = arguments.profile_steps
-        self._first = first_recorded_step(arguments.profile_from_step, after_step=after_step)
-        self._last = self._first + self._num_steps - 1
+        self._steps = steps_to_record(run, after_step=after_step)
         self._ended = 0  # the last step that has been recorded
         self._profiler: profile | None = None
         self._open = ExitStack()  # what names the parts of a step, while steps are recorded
         self._step_range = ExitStack()
-        if self._num_steps and after_step:
-            self._shorten(after_step=after_step, last=last)
-        elif self._num_steps and self._last > last:
-            raise ValueError(
-                f"--profile_steps {self._num_steps} would record {_steps(self._first, self._last)}, but this run "
-                f"has {last}; raise --max_steps, or set --profile_from_step"
-            )
-
-    def _shorten(self, *, after_step: int, last: int) -> None:
-        """Leave out what a run that goes on does not take any more, and say so."""
-        asked, there = _steps(self._first, self._last), f"goes on behind step {after_step} and ends with step {last}"
-        if not after_step < self._first <= last:
-            self._run.say(f"nothing is recorded: --profile_steps is for {asked} here, but the run {there}")
-            self._num_steps = 0
-        elif self._last > last:
-            self._run.say(f"{_steps(self._first, last)} alone of {asked} will be recorded: the run {there}")
-            self._last = last
 
     def __enter__(self) -> "StepRecorder":
         return self
 
     def begin(self, step: int) -> None:
         """Before anything of a step, its data included. Collective at the first and behind the last recorded step."""
-        if self._num_steps and step == self._first:
+        if self._steps and step == self._steps[0]:
             self._start()
         if self._profiler is not None:
             self._step_range.enter_context(record_function(f"{STEP_PREFIX}{step}"))
@@ -100,10 +74,10 @@ class StepRecorder:
             return
         self._step_range.close()
         self._ended = step
-        if step == self._last:
+        if step == self._steps[-1]:
             self._write()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._step_range.close()
         self._open.close()
         if self._profiler is None:
@@ -147,9 +121,9 @@ class StepRecorder:
             os.replace(folder / f".{name}", folder / name)
 
         on_every(write, ranks=run.ranks)
-        cut = "" if self._ended == self._last else f", where the run stopped, of {_steps(self._first, self._last)}"
-        recorded = f"recorded {_steps(self._first, self._ended)}{cut}"
-        run.say(f"{recorded}: gather-moe profile {folder} --out {folder}")
+        first, last = self._steps[0], self._steps[-1]
+        cut = "" if self._ended == last else f", where the run stopped, of {_steps(first, last)}"
+        run.say(f"recorded {_steps(first, self._ended)}{cut}: gather-moe profile {folder} --out {folder}")
 
     def _facts(self) -> dict[str, Any]:
         """What a reader of the trace cannot see in it."""
@@ -171,6 +145,32 @@ class StepRecorder:
             "recompute": run.arguments.gradient_checkpointing,
             "memory_bytes_before": None if run.world.device == "cuda" else tensor_bytes(),
         }
+
+
+def steps_to_record(run: Run, *, after_step: int) -> range:
+    """Return the steps that --profile_steps asks for, as far as the run takes them; say which it does not take.
+
+    ValueError where a run that begins has no such steps. One that goes on has been started with them before: it
+    records those of them that are to come, if none is behind it.
+    """
+    arguments, end = run.arguments, run.settings.schedule.max_steps
+    assert end is not None
+    first = first_recorded_step(arguments.profile_from_step, after_step=after_step)
+    last = first + arguments.profile_steps - 1
+    if not arguments.profile_steps:
+        return range(0)
+    if not after_step and last > end:
+        raise ValueError(
+            f"--profile_steps {arguments.profile_steps} would record {_steps(first, last)}, but this run has {end}; "
+            "raise --max_steps, or set --profile_from_step"
+        )
+    there = f"goes on behind step {after_step} and ends with step {end}"
+    if not after_step < first <= end:
+        run.say(f"nothing is recorded: --profile_steps is for {_steps(first, last)} here, but the run {there}")
+        return range(0)
+    if last > end:
+        run.say(f"{_steps(first, end)} alone of {_steps(first, last)} will be recorded: the run {there}")
+    return range(first, min(last, end) + 1)
 
 
 def _steps(first: int, last: int) -> str:

@@ -16,9 +16,9 @@ from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.folders import step_folder
 from recipe.engine.engine import Engine
 from recipe.shared.together import on_first
-from recipe.train.expert_placement import place_by_counts
 from recipe.train.metrics import StepMeter, merge_meters
-from recipe.train.run import Run
+from recipe.train.placement import place_by_counts
+from recipe.train.prepare import Run
 
 # Details of a checkpoint in which a run may differ from the one that saved it: how far it is and is to go, which rank
 # holds what, and in which form it is stored. Differences that change the numbers of further steps are said.
@@ -141,23 +141,18 @@ def check_resumable(run: Run, checkpoint: Checkpoint) -> None:
             + "\nstart with the same settings, or begin a new run from its hf/ folder with "
             "--model_name_or_path"
         )
-    if then["max_steps"] != now["max_steps"]:
-        run.say(
-            f"warning: the run had max_steps={then['max_steps']} and now has {now['max_steps']}; "
-            "the learning rate follows the new schedule from here on"
-        )
-    if then["optimizer"] != now["optimizer"]:
-        run.say(f"warning: the run had the optimizer settings {then['optimizer']} and now has {now['optimizer']}")
-    if then["sequences_per_step"] != now["sequences_per_step"]:
-        run.say(
-            f"warning: the run had {then['sequences_per_step']} sequences per step and now has "
-            f"{now['sequences_per_step']}; it goes on behind the {then['position']:,} sequences it has read"
-        )
-    if then["precision"] != now["precision"]:
-        run.say(
-            f"warning: the run had precision={then['precision']} and now has {now['precision']}; weights and moments "
-            "go on from the float32 numbers of the optimizer"
-        )
+    changes = {
+        "max_steps": f"max_steps={then['max_steps']} and now has {now['max_steps']}; "
+        "the learning rate follows the new schedule from here on",
+        "optimizer": f"the optimizer settings {then['optimizer']} and now has {now['optimizer']}",
+        "sequences_per_step": f"{then['sequences_per_step']} sequences per step and now has "
+        f"{now['sequences_per_step']}; it goes on behind the {then['position']:,} sequences it has read",
+        "precision": f"precision={then['precision']} and now has {now['precision']}; "
+        "weights and moments go on from the float32 numbers of the optimizer",
+    }
+    for name, change in changes.items():
+        if then[name] != now[name]:
+            run.say(f"warning: the run had {change}")
 
 
 def merge_rank_states(states: Sequence[dict[str, Any]], *, dp_rank: int) -> dict[str, Any]:

@@ -9,13 +9,12 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,30 +53,23 @@ TORCHRUN = CPU | THIS_RANK | {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP
 ONE_NODE = CPU | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
 
 
-@pytest.mark.parametrize("environ", [DEEPSPEED, TORCHRUN])
-def test_the_variables_of_both_launchers(environ: dict[str, str]) -> None:
-    world = read_world(environ)
-    assert world == World(rank=3, local_rank=1, world_size=4, local_world_size=2, device="cpu")
-    assert world.num_nodes == 2
-
-
 @pytest.mark.requirement("R-LAUNCH-04")
-def test_no_variables_are_a_world_of_one() -> None:
-    world = read_world(CPU)
-    assert (world.rank, world.world_size, world.local_world_size, world.num_nodes) == (0, 1, 1, 1)
-
-
-@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
-@pytest.mark.requirement("R-LAUNCH-04")
-def test_a_missing_variable_is_named(missing: str) -> None:
-    environ = {name: value for name, value in DEEPSPEED.items() if name != missing}
-    with pytest.raises(ValueError, match=rf"{missing} is not set, but \w+=\d \w+=\d is; start with `deepspeed "):
-        read_world(environ)
+def test_the_variables_of_both_launchers_and_of_none() -> None:
+    for environ in (DEEPSPEED, TORCHRUN):
+        world = read_world(environ)
+        assert world == World(rank=3, local_rank=1, world_size=4, local_world_size=2, device="cpu")
+        assert world.num_nodes == 2
+    alone = read_world(CPU)
+    assert (alone.rank, alone.world_size, alone.local_world_size, alone.num_nodes) == (0, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        *(
+            ({name: ""}, rf"{name} is not set, but \w+=\d \w+=\d is; start with `deepspeed ")
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        ),
         ({"RANK": "x"}, r"RANK='x' must be a whole number of at least 0"),
         ({"WORLD_SIZE": "0"}, r"WORLD_SIZE='0' must be a whole number of at least 1"),
         ({"RANK": "4"}, r"RANK=4 must be below WORLD_SIZE=4"),
@@ -88,7 +80,7 @@ def test_a_missing_variable_is_named(missing: str) -> None:
     ],
 )
 @pytest.mark.requirement("R-LAUNCH-04")
-def test_an_odd_variable_is_named(changes: dict[str, str], message: str) -> None:
+def test_a_missing_or_an_odd_variable_is_named(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_world(DEEPSPEED | changes)
 
@@ -100,12 +92,12 @@ def test_who_prints_is_known_even_from_odd_variables() -> None:
         assert (rank_from(odd), rank_from(odd, "LOCAL_RANK")) == (0, 0)
 
 
-@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
 @pytest.mark.requirement("R-LAUNCH-04")
-def test_many_processes_without_ranks_are_refused(variable: str) -> None:
-    with pytest.raises(ValueError, match=rf"started 8 processes \({variable}=8\) but RANK, LOCAL_RANK and WORLD_SIZE"):
-        read_world(CPU | {variable: "8"})
-    assert read_world(CPU | {variable: "1"}).world_size == 1
+def test_many_processes_without_ranks_are_refused() -> None:
+    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        with pytest.raises(ValueError, match=rf"started 8 processes \({variable}=8\) but RANK, LOCAL_RANK and WORLD_"):
+            read_world(CPU | {variable: "8"})
+        assert read_world(CPU | {variable: "1"}).world_size == 1
 
 
 def test_the_device_is_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,26 +137,29 @@ def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _start(environ: Mapping[str, str], **changes: Any) -> None:
+def _start(environ: dict[str, str]) -> None:
     """Start ranks that cannot come together, in this process."""
-    environ = dict(environ)
     world = read_world(environ)
     try:
-        start_ranks(world, environ=environ, say=lambda text: None, join_timeout_s=0.2, **changes)
+        start_ranks(world, environ=dict(environ), say=lambda text: None, join_timeout_s=0.2)
     finally:
         stop_ranks(world)
 
 
-@pytest.mark.requirement("R-LAUNCH-04")
-def test_a_missing_peer_on_one_node(quiet_machine: Path) -> None:
-    environ = ONE_NODE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+@pytest.mark.requirement("R-LAUNCH-02", "R-LAUNCH-04")
+def test_a_missing_peer_on_one_node_is_named_after_dead_buffers_were_removed(quiet_machine: Path) -> None:
+    buffer = _buffer(quiet_machine / "shm", "0_127.0.0.1_29500_0")
     message = (
         rf"rank 0 waited 0\.2 s at the meeting file of launcher process {os.getppid()} "
         r"\(MASTER_ADDR=127\.0\.0\.1 MASTER_PORT=29500 are not used "
         r".* expected ranks \[0, 1\], present \[0\], missing \[1\]"
     )
     with pytest.raises(RendezvousError, match=message):
-        _start(environ)
+        _start(ONE_NODE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    assert not buffer.exists()
+
+
+BY_HAND = CPU | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 
 @pytest.mark.requirement("R-LAUNCH-04")
@@ -172,9 +167,8 @@ def test_a_missing_peer_of_ranks_started_by_hand(quiet_machine: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
-        environ = CPU | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
         with pytest.raises(RendezvousError, match=rf"nobody answers at MASTER_ADDR=127\.0\.0\.1 MASTER_PORT={port}"):
-            _start(environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+            _start(BY_HAND | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
 
 
 @pytest.mark.parametrize(
@@ -188,7 +182,7 @@ def test_a_missing_peer_of_ranks_started_by_hand(quiet_machine: Path) -> None:
 @pytest.mark.requirement("R-LAUNCH-04")
 def test_ranks_started_by_hand_need_an_address(quiet_machine: Path, changes: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _start(CPU | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"} | changes)
+        _start(BY_HAND | changes)
 
 
 def test_a_launcher_that_cannot_be_seen(quiet_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,16 +198,7 @@ def test_more_ranks_than_gpus(quiet_machine: Path, monkeypatch: pytest.MonkeyPat
         start_ranks(world, environ={}, say=print)
 
 
-@pytest.mark.requirement("R-LAUNCH-02")
-def test_starting_removes_dead_buffers_first(quiet_machine: Path) -> None:
-    buffer = quiet_machine / "shm" / "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0"
-    buffer.write_bytes(b"x")
-    with pytest.raises(RendezvousError, match=r"missing \[1\]"):
-        _start(ONE_NODE)
-    assert not buffer.exists()
-
-
-def _join(pipe: Connection, environ: dict[str, str], folder: str) -> None:
+def _join(environ: dict[str, str], folder: str) -> tuple[float, str, dict[str, str], list[str]]:
     """A rank in a process of its own: join, add up the ranks, leave, and report."""
     tempfile.tempdir = folder
     world = read_world(environ)
@@ -223,39 +208,21 @@ def _join(pipe: Connection, environ: dict[str, str], folder: str) -> None:
     dist.all_reduce(total)
     backend = dist.get_backend()
     stop_ranks(world)
-    pipe.send((total.item(), backend, environ, said))
+    return total.item(), backend, environ, said
 
 
 def _in_processes(environs: list[dict[str, str]], folder: Path) -> list[Any]:
     """Run `_join` in one process per environment, all children of the same process, as a launcher's are."""
-    context = with_libraries()
-    pipes, processes = [], []
-    for environ in environs:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_join, args=(theirs, environ, str(folder)), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        assert all(pipe.poll(40) for pipe in pipes)
-        return [pipe.recv() for pipe in pipes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with ProcessPoolExecutor(len(environs), mp_context=with_libraries()) as pool:
+        return list(pool.map(_join, environs, [str(folder)] * len(environs), timeout=60))
 
 
-@pytest.mark.requirement("R-LAUNCH-04")
-def test_one_process_joins_a_group_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-03", "R-LAUNCH-04")
+def test_one_process_joins_a_group_of_its_own_and_ranks_of_one_node_need_no_port(tmp_path: Path) -> None:
+    """No MASTER_ADDR and no MASTER_PORT at all; LOCAL_SIZE goes, and nothing is left in the folder."""
     [(total, backend, environ, said)] = _in_processes([dict(CPU)], tmp_path)
     assert (total, backend, said) == (1.0, "gloo", [])
     assert (environ["RANK"], environ["LOCAL_RANK"], environ["WORLD_SIZE"]) == ("0", "0", "1")
-
-
-@pytest.mark.requirement("R-LAUNCH-03")
-def test_ranks_of_one_node_need_no_port(tmp_path: Path) -> None:
-    """No MASTER_ADDR and no MASTER_PORT at all; LOCAL_SIZE goes, and nothing is left in the folder."""
     ranks = [ONE_NODE | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
     for total, backend, environ, _ in _in_processes(ranks, tmp_path):
         assert (total, backend) == (3.0, "gloo")
@@ -265,64 +232,43 @@ def test_ranks_of_one_node_need_no_port(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
 
 
-SCRIPT = r"""
-import os, sys, time
-from recipe.launch.start import read_world, start_ranks, stop_ranks
-world = read_world(os.environ)
-start_ranks(world, environ=os.environ, say=print)
+SCRIPT = """
+import os, time
+from recipe.launch.start import read_world, start_ranks
+start_ranks(read_world(os.environ), environ=os.environ, say=print)
 import deepspeed, torch
 deepspeed.init_distributed()
 total = torch.ones(1)
 deepspeed.comm.all_reduce(total)
-os.write(1, f"ranks: {int(total)}\n".encode())  # in one piece, whatever the other rank prints
-time.sleep(float(sys.argv[-1]))
-stop_ranks(world)
-sys.stdout.flush()
-os._exit(0)  # threads of gloo that outlive their group can abort an interpreter that ends
+os.write(1, f"ranks: {int(total)}\\n".encode())  # in one piece, whatever the other rank prints
+time.sleep(100)
 """
 
 
-def _job(folder: Path, *, port: int, sleep_s: float) -> list[str]:
-    """What `deepspeed --num_accelerators 2` starts on this node, and the ranks are children of."""
-    script = folder / "rank.py"
-    script.write_text(SCRIPT)
-    nodes = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
-    command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={nodes}"]
-    return [*command, "--master_addr=127.0.0.1", f"--master_port={port}", str(script), str(sleep_s)]
-
-
 @pytest.mark.slow
-@pytest.mark.requirement("R-LAUNCH-03")
-def test_two_launchers_at_once_on_a_busy_port(tmp_path: Path) -> None:
+@pytest.mark.requirement("R-LAUNCH-02", "R-LAUNCH-03")
+def test_two_launchers_at_once_on_a_busy_port_leave_no_shared_memory_when_they_are_killed(
+    tmp_path: Path, taken_port: int
+) -> None:
     """Each job of two ranks finds its own, although both are told the same port and somebody listens on it."""
     before = shared_memory()
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        command = _job(tmp_path, port=server.getsockname()[1], sleep_s=0)
-        with running(command, TMPDIR=str(tmp_path)) as one, running(command, TMPDIR=str(tmp_path)) as other:
-            outputs = [job.communicate(timeout=120)[0] for job in (one, other)]
-    for job, output in zip((one, other), outputs, strict=True):
-        assert job.returncode == 0, output
-        assert output.count("ranks: 2\n") == 2, output
-    assert shared_memory() == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.requirement("R-LAUNCH-02")
-def test_a_killed_run_leaves_no_shared_memory(tmp_path: Path, kill: signal.Signals) -> None:
-    before = shared_memory()
-    with running(_job(tmp_path, port=29500 + kill, sleep_s=60), TMPDIR=str(tmp_path)) as job:
-        assert job.stdout is not None
-        joined = 0
-        for line in job.stdout:  # ends when both ranks are up, or with the job
-            joined += "ranks: 2" in line
-            if joined == 2:
-                break
-        os.killpg(job.pid, kill)
-        job.communicate(timeout=60)
-    assert joined == 2
+    script = tmp_path / "rank.py"
+    script.write_text(SCRIPT)
+    nodes = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    # What `deepspeed --num_accelerators 2` starts on this node, and the ranks are children of.
+    command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={nodes}"]
+    command += ["--master_addr=127.0.0.1", f"--master_port={taken_port}", str(script)]
+    with running(command, TMPDIR=str(tmp_path)) as one, running(command, TMPDIR=str(tmp_path)) as other:
+        for job, kill in ((one, signal.SIGINT), (other, signal.SIGKILL)):
+            assert job.stdout is not None
+            joined = 0
+            for line in job.stdout:  # ends when both ranks are up, or with the job
+                joined += "ranks: 2" in line
+                if joined == 2:
+                    break
+            assert joined == 2
+            os.killpg(job.pid, kill)
+            job.communicate(timeout=60)
     assert shared_memory() == before
 
 
@@ -404,15 +350,11 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, make: Callabl
         private_folder(tmp_path)
 
 
-def test_a_rank_that_gave_up_is_not_counted_by_latecomers() -> None:
+def test_a_rank_that_gave_up_is_not_counted_by_latecomers_and_none_may_come_twice() -> None:
     store = HashStore()
     for rank in (0, 1):
         with pytest.raises(RendezvousError, match=rf"present \[{rank}\], missing \[{1 - rank}\]"):
             wait_for_all(store, rank=rank, world_size=2, timeout_s=0.1, meeting="a place")
-
-
-def test_the_same_rank_twice_is_refused() -> None:
-    store = HashStore()
     wait_for_all(store, rank=0, world_size=1, timeout_s=1, meeting="a place")
     with pytest.raises(RendezvousError, match=r"two processes came to a place as rank 0; RANK must differ"):
         wait_for_all(store, rank=0, world_size=1, timeout_s=1, meeting="a place")
@@ -431,20 +373,12 @@ def test_ranks_meet_at_an_address() -> None:
     server = open_tcp_store("127.0.0.1", port=0, world_size=2, serve=True, timeout_s=10)
     assert isinstance(server, TCPStore)
     client = open_tcp_store("127.0.0.1", port=server.port, world_size=2, serve=False, timeout_s=10)
-    done = threading.Event()
 
-    def join(rank: int) -> None:
+    def join(rank: int) -> int:
         wait_for_all((server, client)[rank], rank=rank, world_size=2, timeout_s=10, meeting="the address")
-        done.set()
+        return rank
 
-    _at_once(lambda: join(0), lambda: join(1))
-    assert done.is_set()
-
-
-class _Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
+    assert _at_once(lambda: join(0), lambda: join(1)) == [0, 1]
 
 
 def _buffer(folder: Path, name: str) -> Path:
@@ -454,46 +388,31 @@ def _buffer(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.requirement("R-LAUNCH-02")
-def test_buffers_of_dead_runs_are_removed_and_named(tmp_path: Path) -> None:
+def test_buffers_of_dead_runs_are_removed_and_named_and_those_in_use_stay(tmp_path: Path) -> None:
+    """A run has its buffer open before it has mapped it, and keeps no descriptor afterwards."""
     dead = [_buffer(tmp_path, name) for name in ("0_127.0.0.1_29500_0", "0_127.0.0.1_29500_1")]
-    other = tmp_path / "sem.other"
+    other, mapped, opened = tmp_path / "sem.other", _buffer(tmp_path, "mapped"), _buffer(tmp_path, "open")
     other.write_bytes(b"x")
+    mapping = torch.from_file(str(mapped), shared=True, size=2**20, dtype=torch.uint8)
     said: list[str] = []
-    assert remove_dead_buffers(tmp_path, say=said.append) == [path.name for path in dead]
+    with opened.open("r+b"):
+        remove_dead_buffers(tmp_path, say=said.append)
+        assert sorted(tmp_path.iterdir()) == [mapped, opened, other]
+    assert said == [f"removed what dead runs left in {tmp_path} (2 MiB): {dead[0].name}, {dead[1].name}"]
+    del mapping
+    remove_dead_buffers(tmp_path, say=said.append)
+    remove_dead_buffers(tmp_path, say=said.append)
     assert list(tmp_path.iterdir()) == [other]
-    assert said == [
-        f"removed what dead runs left in {tmp_path} (2 MiB): "
-        "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0, deepspeed_allreduce_buffer_0_127.0.0.1_29500_1"
-    ]
-
-
-@pytest.mark.requirement("R-LAUNCH-02")
-def test_a_buffer_that_a_process_has_mapped_stays(tmp_path: Path) -> None:
-    live, dead = _buffer(tmp_path, "live"), _buffer(tmp_path, "dead")
-    mapped = torch.from_file(str(live), shared=True, size=2**20, dtype=torch.uint8)  # keeps no descriptor open
-    assert remove_dead_buffers(tmp_path, say=print) == [dead.name]
-    del mapped
-    assert remove_dead_buffers(tmp_path, say=print) == [live.name]
-    said: list[str] = []
-    assert (remove_dead_buffers(tmp_path, say=said.append), said) == ([], [])
-
-
-@pytest.mark.requirement("R-LAUNCH-02")
-def test_a_buffer_that_a_process_has_open_stays(tmp_path: Path) -> None:
-    """A run that has created its buffer and not mapped it yet."""
-    live = _buffer(tmp_path, "live")
-    with live.open("r+b"):
-        assert remove_dead_buffers(tmp_path, say=print) == []
-    assert live.exists()
+    assert len(said) == 2
 
 
 @pytest.mark.requirement("R-LAUNCH-02")
 def test_a_nearly_full_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _buffer(tmp_path, "of_somebody")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1000 * 2**20, 951 * 2**20, 49 * 2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1000 * 2**20, free=49 * 2**20))
     message = r"is nearly full: 49 of 1000 MiB are free; .*deepspeed_allreduce_buffer_of_somebody \(1 MiB\)"
     with pytest.raises(SharedMemoryError, match=message):
         check_room(tmp_path)
     # A small folder may be empty.
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(64 * 2**20, 0, 64 * 2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=64 * 2**20, free=64 * 2**20))
     check_room(tmp_path)

@@ -228,7 +228,7 @@ def test_an_optimizer_of_discarded_experts_is_refused_by_name() -> None:
 
 @pytest.mark.requirement("R-MOE-05")
 def test_the_start_counts_parameters_by_kind() -> None:
-    from recipe.train.run import describe_parameters
+    from recipe.train.prepare import describe_parameters
 
     config = tiny_config()
     model = model_with(config, full_state(config), one_rank_mesh())

@@ -16,21 +16,14 @@ from modeling.execution import Execution
 from modeling.init import stored_tensors
 from recipe.checkpoint.expert_counts import NAME, read_expert_counts
 from recipe.cli import main
-from recipe.train.expert_placement import move_experts, renumber
+from recipe.train.placement import move_experts, renumber
 from tests.engine_runs import Case, join_shards, slow, start_engine, train_steps
 from tests.ranks import run_ranks
 from tests.referee import FP32_ATOL, Tensors, full_state, mixed_config
 from tests.resuming import held_by
-from tests.training import Flags, check_resume, read_metrics, train_on_ranks, write_ds_config, write_inputs
+from tests.training import check_resume, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
 WITH_COPIES = {"parallel": {"tp": 2, "ep": 2, "resident_experts": 1}}
-
-
-def run_with_copies(folder: Path, *, world_size: int = 2, **changes: Any) -> Path:
-    """Six steps with a checkpoint after each second one; routers that start far from even."""
-    flags = write_inputs(folder) | write_ds_config(folder, **WITH_COPIES) | {"save_steps": 2, "hf_save": "last"}
-    run_ranks(train_on_ranks, world_size, flags | {"router_aux_loss_coef": 0.0} | changes)
-    return folder / "run"
 
 
 @pytest.mark.slow
@@ -40,7 +33,10 @@ def test_a_run_with_copies_resumes_bitwise(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_place_reads_what_a_run_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_with_copies(tmp_path, world_size=4)
+    """Six steps with a checkpoint after each second one; routers that start far from even."""
+    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, **WITH_COPIES)
+    run_ranks(train_on_ranks, 4, flags | {"save_steps": 2, "hf_save": "last", "router_aux_loss_coef": 0.0})
+    run = tmp_path / "run"
     lines = read_metrics(run)
     first, *others = lines.values()
     assert first["rank_rho"] != first["rank_rho_bound"]
@@ -75,23 +71,18 @@ def test_a_resumed_run_can_place_its_experts_anew(tmp_path: Path) -> None:
     """Lines are logged every two steps, so the checkpoint of step 3 lies in the middle of one."""
     flags = write_inputs(tmp_path, num_experts=8) | write_ds_config(tmp_path, parallel={"tp": 2, "ep": 2})
     flags |= {"save_steps": 3, "logging_steps": 2, "router_aux_loss_coef": 0.0}
-    straight = read_metrics(run_to(tmp_path / "straight", flags))
-    placed = run_to(tmp_path / "placed", flags)
-    shutil.rmtree(placed / "checkpoints" / "step-6")
-    resume = {"resume_from_checkpoint": "auto", "place_experts": True, "output_dir": placed}
-    [(_, said), *_] = run_ranks(train_on_ranks, 2, flags | resume)
+    run_ranks(train_on_ranks, 2, flags)
+    run = tmp_path / "run"
+    straight = read_metrics(run)
+    shutil.rmtree(run / "checkpoints" / "step-6")
+    [(_, said), *_] = run_ranks(train_on_ranks, 2, flags | {"resume_from_checkpoint": "auto", "place_experts": True})
     [line] = [line for line in said if "experts placed" in line]
     before, after = re.search(r"steps 1 to 3: .* over the mean goes from (.*) to (.*)", line).groups()  # type: ignore[union-attr]
     assert float(before) > float(after) >= 1.0
-    for step, line in read_metrics(placed).items():
+    for step, line in read_metrics(run).items():
         assert line["loss"] == pytest.approx(straight[step]["loss"], abs=FP32_ATOL)
         assert line["rho"] == straight[step]["rho"]
         assert line["dead_experts"] == straight[step]["dead_experts"]
-
-
-def run_to(folder: Path, flags: Flags) -> Path:
-    run_ranks(train_on_ranks, 2, flags | {"output_dir": folder})
-    return folder
 
 
 def test_a_native_folder_says_nothing_of_how_it_was_trained() -> None:

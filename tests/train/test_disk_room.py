@@ -13,8 +13,9 @@ import torch
 
 from recipe.checkpoint.find import verify_checkpoint
 from recipe.checkpoint.manifest import file_sizes
+from recipe.settings.flags import Arguments
 from recipe.shared.ranks import OneRank
-from recipe.train.disk_room import more_at_a_time, saves_to_come
+from recipe.train.disk_room import more_at_a_time
 from tests.engine_runs import Case, slow, start_engine, train_steps
 from tests.exports import export_engine
 from tests.ranks import run_ranks
@@ -23,21 +24,20 @@ from tests.training import Flags, train_on_ranks, write_ds_config, write_inputs
 
 
 @pytest.mark.parametrize(
-    ("step", "max_steps", "save_steps", "want"),
-    [(0, 6, 2, 3), (0, 7, 2, 4), (2, 6, 2, 2), (3, 6, 2, 2), (6, 6, 2, 0), (0, 6, 0, 1), (0, 6, 500, 1), (0, 1, 1, 1)],
+    ("options", "step", "num_there", "want"),
+    [
+        *(({"save_steps": 2}, step, 0, want) for step, want in ((0, 3), (2, 2), (3, 2), (6, 0))),
+        *(({"save_steps": every}, 0, 5, want) for every, want in ((0, 1), (500, 1), (1, 6), (4, 2))),
+        ({"save_steps": 1, "save_strategy": "no"}, 0, 0, 0),
+        *(({"save_steps": 1, "save_total_limit": 2}, 0, there, want) for there, want in ((0, 3), (1, 2), (5, 1))),
+        ({"save_steps": 4, "save_total_limit": 2}, 0, 0, 2),
+        ({"save_total_limit": 1}, 6, 1, 0),
+    ],
 )
-def test_saves_are_counted_to_the_last_step(step: int, max_steps: int, save_steps: int, want: int) -> None:
-    assert saves_to_come(step, max_steps=max_steps, save_steps=save_steps) == want
-
-
-@pytest.mark.parametrize(
-    ("num_saves", "keep", "num_there", "want"),
-    [(10, None, 0, 10), (10, 2, 0, 3), (2, 2, 0, 2), (10, 2, 1, 2), (10, 2, 5, 1), (10, None, 5, 10), (0, 1, 1, 0)],
-)
-def test_one_more_than_is_kept_is_there_while_saving(
-    num_saves: int, keep: int | None, num_there: int, want: int
+def test_all_saves_to_the_last_step_or_one_more_than_is_kept_are_there_at_a_time(
+    options: dict[str, Any], step: int, num_there: int, want: int
 ) -> None:
-    assert more_at_a_time(num_saves, keep=keep, num_there=num_there) == want
+    assert more_at_a_time(Arguments(**options), step=step, max_steps=6, num_there=num_there) == want
 
 
 def _sizes(rank: int, world_size: int, cases: list[Case], folder: Path) -> list[Any]:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +23,12 @@ from recipe.train.metrics import (
     EvalRecord,
     StepMeter,
     StepRecord,
-    StepState,
     Totals,
     TrainingClock,
     combine_ranks,
     load_ratio,
     make_eval_record,
     make_step_record,
-    moe_layer_mean,
     read_peak_memory_bytes,
 )
 from recipe.train.prepare import request_faults
@@ -61,8 +60,9 @@ def _meter_of(losses: list[float], tokens: list[int]) -> Totals:
 
 
 def _record(ranks: list[Totals], *, tp: int = 1, elapsed_s: float = 0.5, peak_flops_per_s: float = 1e9) -> StepRecord:
-    state = StepState(step=1, lr=0.1, grad_norm=2.0, tokens=5, skipped_steps=0, elapsed_s=elapsed_s)
-    return make_step_record(combine_ranks(ranks, tp=tp), state=state, sizes=TINY, peak_flops_per_s=peak_flops_per_s)
+    totals = combine_ranks(ranks, tp=tp)
+    others: Any = {"step": 1, "lr": 0.1, "grad_norm": 2.0, "tokens": 5, "skipped_steps": 0, "sizes": TINY}
+    return make_step_record(totals, elapsed_s=elapsed_s, peak_flops_per_s=peak_flops_per_s, **others)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,6 @@ def _record(ranks: list[Totals], *, tp: int = 1, elapsed_s: float = 0.5, peak_fl
 @pytest.mark.requirement("R-LOG-01")
 def test_loss_is_over_all_micro_batches_and_ranks_weighted_by_tokens(ranks: Any, loss: float) -> None:
     assert _record([_meter_of(*rank) for rank in ranks]).loss == loss
-
-
-def test_a_step_without_targets_has_no_loss() -> None:
-    meter = StepMeter()
-    _add(meter, _sums(nll=torch.tensor(0.0)), 4, num_targets=0)
-    assert _record([meter.take(peak_memory_bytes=1)]).loss is None
 
 
 @pytest.mark.parametrize(("tp", "samples"), [(2, [5, 5]), (1, [5]), (1, [2, 3]), (2, [2, 2, 3, 3])])
@@ -115,18 +109,18 @@ def test_aux_loss_is_the_mean_over_moe_layers() -> None:
     record = _record([meter.take(peak_memory_bytes=1)])
     assert (record.aux_loss, record.z_loss, record.rho) == (2.5, 1.0, (1.5, 1.0))
     assert record.router_entropy == (0.5, 0.25)
-    assert record.dropped == (0.25, 0.0)
-    assert record.as_dict()["dropped"] == (0.25, 0.0)
+    assert record.dropped == record.as_dict()["dropped"] == (0.25, 0.0)
     assert record.rank_rho == (2.0, 1.0)  # of the rows that were not dropped
     assert record.rank_rho_bound == (1.0, 1.0)
-    assert moe_layer_mean([1.0, 1.0]) == 1.0
 
 
 @pytest.mark.requirement("R-LOG-04")
-def test_without_moe_layers_the_metrics_are_absent() -> None:
-    values = _record([_meter_of([1.0], [16])]).as_dict()
-    assert not {"aux_loss", "z_loss", "rho", "dead_experts", "router_entropy", "rank_rho"} & set(values)
-    assert moe_layer_mean([]) is None
+def test_without_moe_layers_or_targets_the_metrics_are_absent() -> None:
+    meter = StepMeter()
+    _add(meter, _sums(nll=torch.tensor(0.0)), 4, num_targets=0)
+    values = _record([meter.take(peak_memory_bytes=1)]).as_dict()
+    assert not {"aux_loss", "z_loss", "rho", "dead_experts", "router_entropy", "rank_rho", "dropped"} & set(values)
+    assert values["loss"] is None
 
 
 def test_experts_are_counted_over_ranks_and_memory_is_the_highest() -> None:
@@ -137,8 +131,7 @@ def test_experts_are_counted_over_ranks_and_memory_is_the_highest() -> None:
 
     ranks = [rank((4, 0), 5), rank((4, 0), 9), rank((0, 4), 6), rank((0, 4), 7)]
     totals = combine_ranks(ranks, tp=2)
-    assert totals.expert_counts == ((4, 4),)
-    assert (totals.slowest, totals.slowest_bound) == ((12.0,), ())
+    assert (totals.expert_counts, totals.slowest, totals.slowest_bound) == (((4, 4),), (12.0,), ())
     assert _record(ranks, tp=2).rank_rho == (1.5,)
     assert (totals.peak_memory_bytes, totals.aux_sums, totals.entropy_sums) == (9, (2.0,), (1.0,))
 
@@ -154,8 +147,7 @@ def test_an_expert_is_dead_that_no_rank_used_since_the_last_line() -> None:
     first = rank([[8, 0, 0, 0], [2, 2, 2, 2]], [[0, 8, 0, 0], [8, 0, 0, 0]])
     second = rank([[0, 8, 0, 0], [8, 0, 0, 0]], [[0, 0, 0, 8], [8, 0, 0, 0]])
     record = _record([first, second])
-    assert record.dead_experts == (1, 0)
-    assert record.as_dict()["dead_experts"] == (1, 0)
+    assert record.dead_experts == record.as_dict()["dead_experts"] == (1, 0)
 
 
 def test_a_half_finished_line_goes_on_under_new_numbers() -> None:
@@ -199,14 +191,13 @@ def test_the_clock_stands_in_a_pause() -> None:
     assert clock.elapsed_s() == 1.0
 
 
-def test_peak_memory_is_at_least_what_is_held_now() -> None:
+def test_peak_memory_is_at_least_what_is_held_now_and_on_a_gpu_what_torch_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     block = torch.ones(64 * 2**20)  # 256 MiB
     resident_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     assert block[0] == 1
     assert read_peak_memory_bytes("cpu") >= resident_bytes > 256 * 2**20
-
-
-def test_peak_memory_on_a_gpu_is_what_torch_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 123)
     assert read_peak_memory_bytes("cuda") == 123
 
@@ -223,36 +214,41 @@ def _lines(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def _write(folder: Path, records: list[StepRecord | EvalRecord], *, after_step: int | None = None) -> list[str]:
+def _write(
+    folder: Path, records: list[StepRecord | EvalRecord], *, after_step: int | None = None, tensorboard: bool = False
+) -> list[str]:
+    """Write the records, each of which is in the file as soon as it is written; what the writer says."""
     said: list[str] = []
-    with MetricsWriter(folder, after_step=after_step, tensorboard=False, say=said.append) as writer:
+    with closing(MetricsWriter(folder, after_step=after_step, tensorboard=tensorboard, say=said.append)) as writer:
         for record in records:
             writer.write(record)
+            assert _lines(folder)[-1]["step"] == record.step
     return said
-
-
-def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, after_step=None, tensorboard=False, say=print) as writer:
-        writer.write(_record_of(1))
-        writer.write(EvalRecord(step=1, eval_loss=2.0, perplexity=math.exp(2.0)))
-        assert _lines(tmp_path)[1] == {"step": 1, "eval_loss": 2.0, "perplexity": math.exp(2.0)}
 
 
 @pytest.mark.requirement("R-LOG-01")
 def test_console_file_and_tracker_show_the_same_number(tmp_path: Path) -> None:
-    record = _record_of(1, loss=5.0)
-    with MetricsWriter(tmp_path, after_step=None, tensorboard=True, say=print) as writer:
-        writer.write(record)
+    record, evaluation = _record_of(1, loss=5.0), EvalRecord(step=1, eval_loss=2.0, perplexity=math.exp(2.0))
+    broken = _record_of(2, loss=math.nan, rho=(math.inf, 1.0))
+    _write(tmp_path, [record, evaluation, broken], tensorboard=True)
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert describe_step(record) == (
         "loss 5.0000, 1,234 tokens/s, 3.00 GiB, rho 1.50, 3 dead experts, router entropy 0.50"
     )
-    assert _lines(tmp_path)[0]["loss"] == 5.0
-    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 5.0)]
+    first, second, third = _lines(tmp_path)
+    assert first["loss"] == 5.0
+    assert second == {"step": 1, "eval_loss": 2.0, "perplexity": math.exp(2.0)}
+    assert (third["loss"], third["rho"]) == (None, [None, 1.0]), "JSON has no word for what is not finite"
+    shown = board.Scalars("loss")[0]
+    assert (shown.step, shown.value) == (1, 5.0)
     assert board.Scalars("rho/moe_layer_1")[0].value == 1.25
     assert board.Scalars("dead_experts/moe_layer_1")[0].value == 3
     assert board.Scalars("router_entropy/moe_layer_0")[0].value == 1.75
     assert describe_step(_record_of(1, rho=None)) == "loss 5.0000, 1,234 tokens/s, 3.00 GiB"
+    assert describe_step(_record_of(1, loss=None)).startswith("loss none")
+    assert describe_evaluation(evaluation) == "step 1: eval loss 2.0000, perplexity 7.39"
+    nothing = EvalRecord(step=7, eval_loss=None, perplexity=None)
+    assert describe_evaluation(nothing) == "step 7: nothing to evaluate"
 
 
 @pytest.mark.requirement("R-LOG-02")
@@ -286,11 +282,6 @@ def test_tensorboard_that_is_not_installed_is_found_before_a_run_begins(monkeypa
     assert fault == "--report_to tensorboard needs the tensorboard package: pip install 'gather-moe[tensorboard]'"
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    _write(tmp_path, [_record_of(1, loss=math.nan, rho=(math.inf, 1.0))])
-    assert (_lines(tmp_path)[0]["loss"], _lines(tmp_path)[0]["rho"]) == (None, [None, 1.0])
-
-
 @pytest.mark.parametrize("show", [True, False])
 def test_the_bar_shows_step_loss_speed_and_memory_and_is_silent_on_other_ranks(
     show: bool, capsys: pytest.CaptureFixture[str]
@@ -307,14 +298,6 @@ def test_the_bar_shows_step_loss_speed_and_memory_and_is_silent_on_other_ranks(
         assert shown.out == "step 5: saved\n"
     else:
         assert shown == ("", "")
-
-
-def test_an_evaluation_in_words() -> None:
-    assert describe_evaluation(EvalRecord(step=7, eval_loss=2.0, perplexity=7.389)) == (
-        "step 7: eval loss 2.0000, perplexity 7.39"
-    )
-    assert describe_evaluation(EvalRecord(step=7, eval_loss=None, perplexity=None)) == "step 7: nothing to evaluate"
-    assert describe_step(_record_of(1, loss=None)).startswith("loss none")
 
 
 def train_without_targets(rank: int, world_size: int, flags: Flags) -> tuple[Any, list[str]]:
@@ -350,7 +333,6 @@ def test_only_an_evaluation_of_the_last_step_is_called_final(
     step: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipe.train.loop import TrainResults
-    from recipe.train.metrics import EvalRecord
     from run_pretrain import report
 
     evaluation = EvalRecord(step=step, eval_loss=2.5, perplexity=12.2)

@@ -4,7 +4,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
 from recipe.checkpoint.expert_counts import read_expert_counts, write_expert_counts
-from recipe.checkpoint.manifest import Manifest, file_sizes, record_file, write_manifest
 from recipe.cli import main
 from recipe.hf.export import FOLDER
 from recipe.shared.errors import CheckpointBrokenError
-from recipe.train.expert_placement import HF_NAME, find_source, place_all, write_placed
-from recipe.train.placement import place_experts
+from recipe.train.placement import HF_NAME, PlacedModel, place_experts, place_model, write_placed
 from tests.exports import CONFIGS
 from tests.referee import full_state, referee_model
+from tests.states import seal
 
 
 def zipf(num_experts: int, *, seed: int, skew: float = 1.0) -> list[float]:
@@ -75,25 +74,18 @@ def test_large_layers_come_close_to_the_bound(num_experts: int, num_ranks: int) 
         assert 1.0 <= found.bound <= found.rho < found.bound * 1.01
 
 
-def test_swaps_better_what_the_greedy_choice_leaves() -> None:
-    """Heaviest first gives 9 + 5 + 3 and 8 + 6 + 1; swapping 9 and 8 evens them out."""
-    loads = [9.0, 8.0, 6.0, 5.0, 3.0, 1.0]
-    assert place_experts(loads, num_ranks=2).rho == pytest.approx(best_of_all_placements(loads, num_ranks=2) / 16)
-
-
-def test_a_good_placement_is_left_alone_and_the_same_loads_give_the_same() -> None:
-    even = [5.0, 1.0, 4.0, 2.0]
-    assert place_experts(even, num_ranks=2).numbers == (0, 1, 2, 3)
+def test_a_good_placement_is_left_alone_and_a_greedy_one_bettered() -> None:
+    assert place_experts([5.0, 1.0, 4.0, 2.0], num_ranks=2).numbers == (0, 1, 2, 3)
     loads = zipf(64, seed=1)
     assert place_experts(loads, num_ranks=8) == place_experts(list(loads), num_ranks=8)
     assert place_experts(loads, num_ranks=1) == (tuple(range(64)), 1.0, 1.0, 1.0)
     equal = place_experts([3.0] * 8, num_ranks=4)
     assert (equal.numbers, equal.rho) == (tuple(range(8)), 1.0)
-
-
-def test_one_expert_a_rank_leaves_no_choice() -> None:
-    found = place_experts([8.0, 1.0, 1.0, 2.0], num_ranks=4)
-    assert found.rho == found.rho_now == found.bound == pytest.approx(8 / 3)
+    one_each = place_experts([8.0, 1.0, 1.0, 2.0], num_ranks=4)
+    assert one_each.rho == one_each.rho_now == one_each.bound == pytest.approx(8 / 3)
+    # Heaviest first gives 9 + 5 + 3 and 8 + 6 + 1; swapping 9 and 8 evens them out.
+    loads = [9.0, 8.0, 6.0, 5.0, 3.0, 1.0]
+    assert place_experts(loads, num_ranks=2).rho == pytest.approx(best_of_all_placements(loads, num_ranks=2) / 16)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +116,15 @@ def saved_model(folder: Path, kind: str) -> Any:
     return model
 
 
-def counted_model(folder: Path, *, counts: list[list[float]] | None = None) -> Any:
-    """What is to be placed: a Mixtral of four experts a layer, and counts of its own unless others are given."""
-    saved_model(folder / "hf", "mixtral")
-    write_expert_counts(folder, counts or counts_for(CONFIGS["mixtral"]()), first_step=1, last_step=9)
-    return find_source(folder / "hf", counts_file=folder / COUNTS_NAME, num_ranks=2)
+def counted_model(folder: Path, kind: str = "mixtral", *, counts: list[list[float]] | None = None) -> Any:
+    """Save a model in `folder`/hf, and counts of its experts' rows beside it."""
+    model = saved_model(folder / "hf", kind)
+    write_expert_counts(folder, counts or counts_for(CONFIGS[kind]()), first_step=1, last_step=9)
+    return model
+
+
+def placed_in(folder: Path, *, num_ranks: int = 2) -> PlacedModel:
+    return place_model(folder / "hf", counts_file=folder / COUNTS_NAME, num_ranks=num_ranks)
 
 
 def split_files(folder: Path) -> None:
@@ -144,13 +140,12 @@ def split_files(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def saved_checkpoint(folder: Path, kind: str = "mixtral", *, step: int = 20, ep: int = 2) -> Path:
+def saved_checkpoint(folder: Path) -> Path:
     """What a run leaves: a checkpoint with a Hugging Face folder, counts, and a manifest over both."""
-    checkpoint = folder / "run" / "checkpoints" / f"step-{step}"
-    saved_model(checkpoint / HF_NAME, kind)
-    write_expert_counts(checkpoint, counts_for(CONFIGS[kind]()), first_step=11, last_step=step)
-    files = {name: record_file(checkpoint / name) for name in file_sizes(checkpoint)}
-    write_manifest(checkpoint, Manifest(step=step, files=files, details={"ep": ep}))
+    checkpoint = folder / "run" / "checkpoints" / "step-20"
+    saved_model(checkpoint / HF_NAME, "mixtral")
+    write_expert_counts(checkpoint, counts_for(CONFIGS["mixtral"]()), first_step=11, last_step=20)
+    seal(checkpoint, step=20, details={"ep": 2})
     (checkpoint.parent / "latest").symlink_to(checkpoint.name)
     return checkpoint
 
@@ -159,14 +154,12 @@ def saved_checkpoint(folder: Path, kind: str = "mixtral", *, step: int = 20, ep:
 def test_new_numbers_leave_the_function_as_it_was(kind: str, tmp_path: Path) -> None:
     """Every type, its own class before and after; in several files for one of them."""
     config = CONFIGS[kind]()
-    before = saved_model(tmp_path / "hf", kind)
+    before = counted_model(tmp_path, kind)
     if kind == "qwen3_moe":
         split_files(tmp_path / "hf")
-    write_expert_counts(tmp_path, counts_for(config), first_step=1, last_step=9)
-    source = find_source(tmp_path / "hf", counts_file=tmp_path / COUNTS_NAME, num_ranks=2)
-    placements = place_all(source)
-    assert all(placement.numbers != tuple(range(config.num_experts)) for placement in placements)
-    write_placed(source, placements, out=tmp_path / "placed")
+    placed = placed_in(tmp_path)
+    assert all(placement.numbers != tuple(range(config.num_experts)) for placement in placed.placements)
+    write_placed(placed, out=tmp_path / "placed")
     after, info = AutoModelForCausalLM.from_pretrained(tmp_path / "placed", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(after) is type(before)
@@ -174,7 +167,7 @@ def test_new_numbers_leave_the_function_as_it_was(kind: str, tmp_path: Path) -> 
     torch.testing.assert_close(after.eval()(ids).logits, before(ids).logits, atol=1e-5, rtol=1e-5)
     old, new = (dict(model.named_parameters()) for model in (before, after))
     sparse = [layer for layer in range(config.num_hidden_layers) if config.is_sparse(layer)]
-    for layer, placement in zip(sparse, placements, strict=True):
+    for layer, placement in zip(sparse, placed.placements, strict=True):
         router = f"model.layers.{layer}.mlp.gate.weight"
         assert torch.equal(new[router][list(placement.numbers)], old[router])
         assert not torch.equal(new[router], old[router])
@@ -184,39 +177,36 @@ def test_new_numbers_leave_the_function_as_it_was(kind: str, tmp_path: Path) -> 
         weight_map = json.loads((tmp_path / "placed" / "model.safetensors.index.json").read_text())["weight_map"]
         assert weight_map == {name: file for file, names in files.items() for name in names}
     record = json.loads((tmp_path / "placed" / "placement.json").read_text())
-    assert record["placements"][0]["numbers"] == list(placements[0].numbers)
-    assert (record["ep"], record["last_step"], record["counts"][0]) == (2, 9, list(source.counts.counts[0]))
+    assert record["placements"][0]["numbers"] == list(placed.placements[0].numbers)
+    assert (record["ep"], record["last_step"], record["counts"][0]) == (2, 9, list(placed.counts.counts[0]))
 
 
 def test_the_bias_of_a_router_moves_with_its_rows(tmp_path: Path) -> None:
-    saved_model(tmp_path / "hf", "gather_moe")
+    counted_model(tmp_path, "gather_moe")
     file = tmp_path / "hf" / "model.safetensors"
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     save_file(load_file(file) | {name: torch.arange(8.0)}, file, metadata={"format": "pt"})
-    write_expert_counts(tmp_path, counts_for(CONFIGS["gather_moe"]()), first_step=1, last_step=9)
-    source = find_source(tmp_path / "hf", counts_file=tmp_path / COUNTS_NAME, num_ranks=4)
-    placements = place_all(source)
-    write_placed(source, placements, out=tmp_path / "placed")
+    placed = placed_in(tmp_path, num_ranks=4)
+    write_placed(placed, out=tmp_path / "placed")
     with safe_open(tmp_path / "placed" / "model.safetensors", framework="pt") as reader:
         bias = reader.get_tensor(name)
         assert reader.metadata() == {"format": "pt"}
-    assert bias[list(placements[0].numbers)].tolist() == list(range(8))
+    assert bias[list(placed.placements[0].numbers)].tolist() == list(range(8))
     assert bias.tolist() != list(range(8))
 
 
-@pytest.mark.parametrize("give", ["run", "checkpoint", "latest"])
-def test_the_command_places_what_a_run_left(give: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_places_what_a_run_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = saved_checkpoint(tmp_path)
-    path = {"run": tmp_path / "run", "checkpoint": checkpoint, "latest": checkpoint.parent / "latest"}[give]
-    assert main(["place", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("4 experts over ep=2 ranks, by the routing of steps 11 to 20; ")
     [first, second] = (place_experts(counts, num_ranks=2) for counts in counts_for(CONFIGS["mixtral"]()))
-    assert lines[2].split() == ["0", *(f"{x:.3f}" for x in first[1:])]
-    assert lines[3].split() == ["1", *(f"{x:.3f}" for x in second[1:])]
-    assert "nothing was written; --out FOLDER writes" in lines[4]
+    for path in (tmp_path / "run", checkpoint, checkpoint.parent / "latest"):
+        assert main(["place", str(path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("4 experts over ep=2 ranks, by the routing of steps 11 to 20; ")
+        assert lines[2].split() == ["0", *(f"{x:.3f}" for x in first[1:])]
+        assert lines[3].split() == ["1", *(f"{x:.3f}" for x in second[1:])]
+        assert "nothing was written; --out FOLDER writes" in lines[4]
     out = tmp_path / "placed"
-    assert main(["place", str(path), "--out", str(out), "--ep", "4"]) == 0
+    assert main(["place", str(tmp_path / "run"), "--out", str(out), "--ep", "4"]) == 0
     assert capsys.readouterr().out.endswith(f"wrote {out}; train on from it with --model_name_or_path {out}\n")
     assert json.loads((out / "placement.json").read_text())["ep"] == 4
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["placed", "run"]
@@ -229,15 +219,14 @@ def spoil_weights(checkpoint: Path) -> None:
     file.write_bytes(content)
 
 
-def spoil_details(checkpoint: Path) -> None:
+def change_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     content = json.loads((checkpoint / "manifest.json").read_text())
-    (checkpoint / "manifest.json").write_text(json.dumps(content | {"details": {}}))
+    change(content)
+    (checkpoint / "manifest.json").write_text(json.dumps(content))
 
 
 def remove_counts(checkpoint: Path) -> None:
-    content = json.loads((checkpoint / "manifest.json").read_text())
-    del content["files"][COUNTS_NAME]
-    (checkpoint / "manifest.json").write_text(json.dumps(content))
+    change_manifest(checkpoint, lambda content: content["files"].pop(COUNTS_NAME))
     (checkpoint / COUNTS_NAME).unlink()
 
 
@@ -245,7 +234,11 @@ def remove_counts(checkpoint: Path) -> None:
     ("spoil", "code", "message"),
     [
         (spoil_weights, CheckpointBrokenError.exit_code, r"model.safetensors: its content has changed"),
-        (spoil_details, CheckpointBrokenError.exit_code, r"manifest.json: its details have no ep"),
+        (
+            lambda checkpoint: change_manifest(checkpoint, lambda content: content["details"].clear()),
+            CheckpointBrokenError.exit_code,
+            r"manifest.json: its details have no ep",
+        ),
         (
             lambda checkpoint: shutil.rmtree(checkpoint / HF_NAME),
             2,
@@ -270,9 +263,9 @@ def test_a_checkpoint_that_cannot_be_placed_is_refused(
 def test_a_folder_that_says_too_little_is_refused(tmp_path: Path) -> None:
     saved_model(tmp_path / "hf", "mixtral")
     with pytest.raises(ValueError, match=r"hf says nothing of its experts' loads and ranks; give --counts FILE"):
-        find_source(tmp_path / "hf", counts_file=None, num_ranks=2)
+        place_model(tmp_path / "hf", counts_file=None, num_ranks=2)
     with pytest.raises(ValueError, match=r"is neither a run folder, nor a checkpoint, nor a Hugging Face folder"):
-        find_source(tmp_path, counts_file=None, num_ranks=2)
+        place_model(tmp_path, counts_file=None, num_ranks=2)
 
 
 def rename_type(folder: Path) -> None:
@@ -305,30 +298,30 @@ def stack_experts(folder: Path) -> None:
     ],
 )
 def test_weights_that_are_not_what_was_counted_are_refused(spoil: Any, message: str, tmp_path: Path) -> None:
-    source = counted_model(tmp_path)
+    counted_model(tmp_path)
     spoil(tmp_path / "hf")
     with pytest.raises(ValueError, match=message):
-        write_placed(source, place_all(source), out=tmp_path / "placed")
+        write_placed(placed_in(tmp_path), out=tmp_path / "placed")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [COUNTS_NAME, "hf"]
 
 
 def test_counts_of_another_number_of_experts_are_refused(tmp_path: Path) -> None:
-    source = counted_model(tmp_path, counts=[zipf(8, seed=0), zipf(8, seed=1)])
+    counted_model(tmp_path, counts=[zipf(8, seed=0), zipf(8, seed=1)])
     with pytest.raises(ValueError, match=r"layer 0 in .* has 4 experts, .* or the counts are of another number, 8"):
-        write_placed(source, place_all(source), out=tmp_path / "placed")
+        write_placed(placed_in(tmp_path), out=tmp_path / "placed")
 
 
 def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = counted_model(tmp_path)
+    counted_model(tmp_path)
     with pytest.raises(ValueError, match=r"--out .*hf exists already; name a folder that does not"):
-        write_placed(source, place_all(source), out=tmp_path / "hf")
+        write_placed(placed_in(tmp_path), out=tmp_path / "hf")
 
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("recipe.train.expert_placement.save_file", full_disk)
+    monkeypatch.setattr("recipe.train.placement.save_file", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        write_placed(source, place_all(source), out=tmp_path / "placed")
+        write_placed(placed_in(tmp_path), out=tmp_path / "placed")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [COUNTS_NAME, "hf"]
 
 
