@@ -129,30 +129,21 @@ def _whole_tensors(
             yield targets[0].name, whole
         return
     first_expert = shards[mesh.group_rank].ranges[0][0][0]
-    for expert in range(shape[0]):
-        holders = [rank for rank, shard in enumerate(shards) if shard.ranges[0][0][0] <= expert < shard.ranges[0][0][1]]
-        # One of its holders writes an expert, so that a whole expert never travels.
-        writer = holders[expert % len(holders)]
-        part = local[expert - first_expert] if mesh.group_rank in holders else None
-        whole = _gather_expert(part, shards, holders=holders, mesh=mesh, writer=writer)
-        for target in targets:
-            if whole is not None and target.expert == expert:
-                yield target.name, whole if target.half is None else whole.chunk(2, dim=0)[target.half]
-
-
-def _gather_expert(
-    part: Tensor | None, shards: list[Shard], *, holders: list[int], mesh: ParallelMesh, writer: int
-) -> Tensor | None:
-    """Return one expert, [2F, D] or [D, F], on the writing rank; `part` is this rank's slice of it, if it has one."""
-    if part is None:
-        return None
-    if len(holders) == 1:
-        return part
     slices = [
         replace(shard, ranges=shard.ranges[1:], shape=shard.shape[1:], full_shape=shard.full_shape[1:])
         for shard in shards
     ]
-    return _gather_from(part, slices, holders, mesh=mesh, writer=writer)
+    for expert in range(shape[0]):
+        holders = [rank for rank, shard in enumerate(shards) if shard.ranges[0][0][0] <= expert < shard.ranges[0][0][1]]
+        if mesh.group_rank not in holders:
+            continue
+        # One of its holders writes an expert, so that a whole expert, [2F, D] or [D, F], never travels.
+        writer = holders[expert % len(holders)]
+        part = local[expert - first_expert]
+        whole = part if len(holders) == 1 else _gather_from(part, slices, holders, mesh=mesh, writer=writer)
+        for target in targets:
+            if whole is not None and target.expert == expert:
+                yield target.name, whole if target.half is None else whole.chunk(2, dim=0)[target.half]
 
 
 def _gather_from(

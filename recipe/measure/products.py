@@ -5,7 +5,7 @@ A pass is one of PASSES in recipe/plan/hardware.py, run with the operators that 
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 
 import torch
 import torch.nn.functional as F
@@ -53,22 +53,18 @@ def measure_products(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> dic
 def measure_attention(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> tuple[AttentionRate, ...]:
     """FLOP/s of causal attention, the causal half of the scores counted."""
     cases: dict[tuple[int, int, bool], Work] = {}
-    for length in sizes.lengths:
-        for head_dim in sizes.head_dims:
-            shape = (1, NUM_ATTENTION_HEADS, length, head_dim)
-            query, key, value = (torch.randn(shape, dtype=dtype, device=timing.device) for _ in range(3))
-            forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
-            cases[length, head_dim, False] = torch.no_grad()(forward)
-            cases[length, head_dim, True] = _attention_backward(query, key, value)
+    for length, head_dim in product(sizes.lengths, sizes.head_dims):
+        shape = (1, NUM_ATTENTION_HEADS, length, head_dim)
+        inputs = [torch.randn(shape, dtype=dtype, device=timing.device, requires_grad=True) for _ in range(3)]
+        forward = partial(F.scaled_dot_product_attention, *inputs, is_causal=True)
+        cases[length, head_dim, False] = torch.no_grad()(forward)
+        cases[length, head_dim, True] = _backward(forward(), inputs)
     seconds = timing.measure(cases, name=f"attention, {_name(dtype)}")
     rates = []
-    for length in sizes.lengths:
-        for head_dim in sizes.head_dims:
-            flops = 2 * length**2 * NUM_ATTENTION_HEADS * head_dim
-            forward_s, backward_s = seconds[length, head_dim, False], seconds[length, head_dim, True]
-            rates.append(
-                AttentionRate(length, head_dim, flops / forward_s, ATTENTION_BACKWARD_FLOPS * flops / backward_s)
-            )
+    for length, head_dim in product(sizes.lengths, sizes.head_dims):
+        flops = 2 * length**2 * NUM_ATTENTION_HEADS * head_dim
+        forward, backward = (flops / seconds[length, head_dim, is_backward] for is_backward in (False, True))
+        rates.append(AttentionRate(length, head_dim, forward, ATTENTION_BACKWARD_FLOPS * backward))
     return tuple(rates)
 
 
@@ -90,20 +86,8 @@ def _product(kind: str, x: Tensor, grad: Tensor, *, weights: list[Tensor]) -> Wo
     return works[kind]
 
 
-def _attention_backward(query: Tensor, key: Tensor, value: Tensor) -> Work:
-    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-    out = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
-    grad = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def best_rate(products: Mapping[str, tuple[ProductRate, ...]]) -> float:
-    """Return the most FLOP/s of any product."""
-    return max(rate.flops_per_s for kind in products.values() for rate in kind)
 
 
 Make = Callable[["Random", int], Work]

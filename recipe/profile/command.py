@@ -43,7 +43,7 @@ def profile(arguments: argparse.Namespace) -> int:
     """Write the page and the JSON, and print the largest savings."""
     from recipe.profile.report import check_place, describe, write_report
     from recipe.profile.summary import summarise
-    from recipe.profile.trace_file import find_traces, read_traces
+    from recipe.profile.trace_file import REPORT_NAME, find_traces, read_traces
     from recipe.profile.transfers import read_links
 
     flags = arguments.behind
@@ -62,8 +62,11 @@ def profile(arguments: argparse.Namespace) -> int:
     traces = find_traces(places)
     check_place(arguments.out, traces=traces)
     summary = summarise(read_traces(traces), links=links)
-    written = write_report(summary, folder=arguments.out)
-    print(written.json if arguments.json else "\n".join([*describe(summary), f"wrote {written.page}"]))
+    page = write_report(summary, folder=arguments.out)
+    if arguments.json:
+        print(page.with_name(REPORT_NAME).read_text("utf-8").rstrip())
+    else:
+        print("\n".join([*describe(summary), f"wrote {page}"]))
     return 0
 
 
@@ -113,11 +116,5 @@ def run_flags(words: Sequence[str], *, out: Path, num_steps: int) -> list[str]:
     return flags
 
 
-COMMANDS = (
-    Command(
-        "profile",
-        "record some steps of a run, or read traces of one, and show where the time goes",
-        add_arguments,
-        profile,
-    ),
-)
+HELP = "record some steps of a run, or read traces of one, and show where the time goes"
+COMMANDS = (Command("profile", HELP, add_arguments, profile),)

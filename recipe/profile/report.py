@@ -20,23 +20,18 @@ TIMELINE_NAME = "profile.trace.gz"  # named unlike a profiler's own, so that it 
 DECIMALS = 9  # of seconds: nanoseconds
 
 
-class Written(NamedTuple):
-    """The page, and the text of the JSON that lies beside it."""
+def write_report(summary: Summary, *, folder: Path) -> Path:
+    """Write profile.html, profile.json and the timeline for Perfetto into a folder, which need not exist.
 
-    page: Path
-    json: str
-
-
-def write_report(summary: Summary, *, folder: Path) -> Written:
-    """Write profile.html, profile.json and the timeline for Perfetto into a folder, which need not exist."""
+    Return the page.
+    """
     content = as_json(summary)
-    text = json.dumps(content, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
-    write_timeline(folder / TIMELINE_NAME, summary.timeline, memory=summary.memory, facts=summary.facts)
+    (folder / REPORT_NAME).write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+    write_timeline(folder / TIMELINE_NAME, summary.spans, memory=summary.memory, facts=summary.facts)
     page = folder / "profile.html"
     page.write_text(as_page(content), encoding="utf-8")
-    return Written(page, text)
+    return page
 
 
 def check_place(folder: Path, *, traces: Sequence[Path]) -> None:
@@ -62,38 +57,26 @@ def as_json(summary: Summary) -> dict[str, Any]:
 
     `timeline` names the file for Perfetto that lies beside it.
     """
-    facts = summary.facts
-    model = facts.get("model", "")
+    model = summary.facts.get("model", "").rpartition("/")[2].removesuffix(".json")
+    counted = {name: _plain(value) for name, value in summary._asdict().items() if name != "spans"}
     return {
         "format": FORMAT,
-        "title": f"Where a step of {model.rpartition('/')[2].removesuffix('.json')} goes"
-        if model
-        else "Where a step goes",
-        "device": summary.device,
-        "world_size": summary.world_size,
-        "layout": facts.get("layout"),
-        "facts": dict(facts),
+        "title": f"Where a step of {model} goes" if model else "Where a step goes",
+        "layout": summary.facts.get("layout"),
         "step_s": summary.step_s,
-        **{name: _plain(getattr(summary, name)) for name in ("ranks", "steps", "step_seconds", "idle_before_s")},
         "savings": _plain(find_savings(summary)),
-        **{name: _plain(getattr(summary, name)) for name in ("time", "transfers", "points", "imbalance")},
-        "memory": [{**_plain(line), "points": [[_plain(t), num] for t, num in line.points]} for line in summary.memory],
+        **counted,
         "timeline": TIMELINE_NAME,
-        "notes": summary.notes,
     }
 
 
 def as_page(content: dict[str, Any]) -> str:
     """The HTML of what `as_json` gives. Its policy lets nothing in but its own script and style."""
     folder = resources.files("recipe.profile") / "page"
-    style, script = (
-        (folder / "page.css").read_text("utf-8"),
-        "\n".join((folder / n).read_text("utf-8") for n in SCRIPTS),
-    )
-    policy = (
-        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:; base-uri 'none'"
-    )
-    page = (folder / "page.html").read_text("utf-8")
+    page, style, *scripts = ((folder / name).read_text("utf-8") for name in ("page.html", "page.css", *SCRIPTS))
+    script = "\n".join(scripts)
+    own = f"script-src {_digest(script)}; style-src {_digest(style)}"
+    policy = f"default-src 'none'; {own}; img-src data:; base-uri 'none'"
     # A "<" could end the element that holds the data.
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {"policy": policy, "title": html.escape(content["title"]), "style": style, "data": data, "script": script}
