@@ -262,7 +262,7 @@ def measure(rank: int, store: Path, root: Path, answers: Any) -> None:
 
     from modeling.model import GatherMoeForCausalLM
     from recipe.checkpoint.files import Files, complete
-    from recipe.hf.weights import WeightSource, write_weights
+    from recipe.hf.weights import write_weights
     from recipe.shared.ranks import TorchRanks
 
     # Freed memory goes back at once, so that what is resident is what is in use.
@@ -280,16 +280,11 @@ def measure(rank: int, store: Path, root: Path, answers: Any) -> None:
             model = GatherMoeForCausalLM(config, mesh=mesh)
         for number, parameter in enumerate(model.parameters()):
             parameter.data.fill_(number)
-        source = WeightSource(model=model, config=config, mesh=mesh, read=lambda parameter: parameter.detach())
         folder, sink = root / dtype, Files()
         ranks.barrier()
         before_bytes = reset_peak()
-        options = {
-            "model_type": "mixtral",
-            "dtype": getattr(torch, dtype, torch.float32),
-            "max_file_bytes": MAX_FILE_BYTES,
-        }
-        write_weights(folder, source=source, files=sink, **options)
+        options = {"dtype": getattr(torch, dtype, torch.float32), "max_file_bytes": MAX_FILE_BYTES}
+        write_weights(folder, model=model, mesh=mesh, model_type="mixtral", files=sink, **options)
         writing_bytes = peak() - before_bytes
         files = [path.stat().st_size for path in folder.glob(f"part-{rank:05d}-*")]
         before_bytes = reset_peak()
