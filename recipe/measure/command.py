@@ -123,7 +123,7 @@ def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     """Run the best plans and print the table; exit code 1 where no plan fits or none of them could be measured."""
-    from recipe.measure.sweep import Setting, entries_of, results_as_json, run_sweep, table
+    from recipe.measure.sweep import Setting, entries_of, results_of, run_sweep, table
     from recipe.plan.flags import read_plan_request
     from recipe.plan.hardware import find_hardware
     from recipe.plan.search import search_plans
@@ -141,11 +141,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
     say = partial(print, file=sys.stderr, flush=True)
     rows = run_sweep(entries, setting=setting, folder=arguments.out, say=say)
     if arguments.json:
-        print(json.dumps(results_as_json(rows, setting=setting), indent=1))
+        print(json.dumps(results_of(rows, setting=setting), indent=1))
     else:
         for line in table(rows):
             print(line)
-    return 0 if any(row.outcome.error is None for row in rows) else 1
+    return 0 if any(row["error"] is None for row in rows) else 1
 
 
 PROBE_HELP = "measure this machine for the planner: products, attention, memory, collectives"
