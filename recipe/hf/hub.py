@@ -137,7 +137,7 @@ def push_to_hub(
 
     folder = folder.resolve()
     urls: list[str] = []
-    options = {"commit_message": f"Step {step}", "delete_patterns": list(REPLACED)}
+    options: dict[str, Any] = {"commit_message": f"Step {step}", "delete_patterns": list(REPLACED)}
 
     def commit() -> None:
         done = (api or HfApi()).upload_folder(repo_id=repository, folder_path=folder, **options)

@@ -66,7 +66,7 @@ def write_weights(
     shapes = full_shapes(model, config=model.config, table=table)
     writer = _FileWriter(folder, rank=mesh.rank, max_file_bytes=max_file_bytes, files=files)
     stored = stored_tensors(model)
-    expected = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         targets = file_tensors(name, num_experts=model.config.num_experts, model_type=model_type)
         for target in targets:

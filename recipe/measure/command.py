@@ -72,7 +72,7 @@ def _measure_here(arguments: argparse.Namespace) -> int:
 
 
 def start_processes(num_ranks: int, *, words: Sequence[str]) -> int:
-    """Run `gather-moe probe WORDS` as this many ranks of one node; the first code that is not 0, else 0.
+    """Run `gather-moe probe WORDS` as this many ranks of one node; return the first code that is not 0, else 0.
 
     A rank that fails ends the others. On CPU each has an equal part of the cores to itself.
     """
@@ -122,7 +122,7 @@ def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    """Run the best plans and print the table; exit code 1 where no plan fits or none of them could be measured."""
+    """Run the best plans and print the table; return 1 where no plan fits or none of them could be measured."""
     from recipe.measure.sweep import Setting, entries_of, results_of, run_sweep, table
     from recipe.plan.flags import read_plan_request
     from recipe.plan.hardware import find_hardware

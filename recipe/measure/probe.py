@@ -59,7 +59,7 @@ def measure_machine(
 
 
 def machine_facts(world: World) -> dict[str, Any]:
-    """Where and how it was measured, for whoever reads the file."""
+    """Describe where and how it was measured, for whoever reads the file."""
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": _device_name(world.device),
@@ -156,7 +156,7 @@ class Sender(NamedTuple):
 def measure_link(
     timing: Timing, group: ProcessGroup, *, sent_bytes: tuple[int, ...], between_nodes: bool = False
 ) -> Link:
-    """A line for every collective; the link's own numbers are the all-gather's."""
+    """Fit a line for every collective; the link's own numbers are the all-gather's."""
     size = dist.get_world_size(group)
     cases: dict[tuple[str, float], Work] = {}
     for op, sender in SENDERS.items():
@@ -203,13 +203,13 @@ def fit_line(readings: Sequence[tuple[float, float]], *, num_steps: int) -> Fit:
 
 
 def _tensor(sent_bytes: int, *, share: float, size: int, device: str) -> Tensor:
-    """Float32 rows of 16 numbers, as many for every rank, of which about `sent_bytes` leave a rank."""
+    """Make float32 rows of 16 numbers, as many for every rank, of which about `sent_bytes` leave a rank."""
     rows = max(1, round(sent_bytes / share / (16 * 4) / size))
     return torch.zeros(rows * size, 16, device=device)
 
 
 def _busy_share(timing: Timing, work: Work, *, repeats: int = 5) -> float:
-    """What a transfer takes of the threads that this rank computes with, while it does nothing else.
+    """Measure what a transfer takes of the threads that this rank computes with, while it does nothing else.
 
     Processor seconds of the process, gloo's threads included, over seconds and threads.
     """

@@ -30,7 +30,7 @@ NUM_EXPERTS, NUM_ACTIVE = 32, 4
 
 
 def measure_products(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> dict[str, tuple[ProductRate, ...]]:
-    """FLOP/s of every kind over the grid of rows and widths."""
+    """Measure FLOP/s of every kind over the grid of rows and widths."""
     cases: dict[tuple[str, int, int], Work] = {}
     for width in sizes.widths:
         weights = [torch.randn(width, width, dtype=dtype, device=timing.device) for _ in range(NUM_EXPERT_WEIGHTS)]
@@ -51,7 +51,7 @@ def measure_products(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> dic
 
 
 def measure_attention(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> tuple[AttentionRate, ...]:
-    """FLOP/s of causal attention, the causal half of the scores counted."""
+    """Measure FLOP/s of causal attention, the causal half of the scores counted."""
     cases: dict[tuple[int, int, bool], Work] = {}
     for length, head_dim in product(sizes.lengths, sizes.head_dims):
         shape = (1, NUM_ATTENTION_HEADS, length, head_dim)
@@ -69,7 +69,7 @@ def measure_attention(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> tu
 
 
 def _product(kind: str, x: Tensor, grad: Tensor, *, weights: list[Tensor]) -> Work:
-    """One of the kinds; [rows, width] each, [width, width] per expert."""
+    """Make a product of one of the kinds; [rows, width] each, [width, width] per expert."""
     weight, experts = weights[0], cycle(weights)
     # An expert hardly ever has as many rows as before, and some kernels are made anew for every number: now some more
     # than `rows` and now as many fewer.
@@ -100,16 +100,16 @@ class Random:
         self.dtype, self.device = dtype, device
 
     def rows(self, elements: int, *, width: int = WIDTH, dtype: torch.dtype | None = None) -> Tensor:
-        """[elements / width, width], at least one row."""
+        """Draw [elements / width, width], at least one row."""
         return torch.randn(max(1, elements // width), width, dtype=dtype or self.dtype, device=self.device)
 
     def order(self, rows: Tensor) -> Tensor:
-        """Their numbers, shuffled."""
+        """Return their numbers, shuffled."""
         return torch.randperm(len(rows), device=self.device)
 
 
 def measure_passes(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> dict[str, Curve]:
-    """Seconds of every pass by its number of elements."""
+    """Measure seconds of every pass by its number of elements."""
     random = Random(dtype, device=timing.device)
     cases = {(name, n): MAKERS[name](random, n) for name in PASSES for n in sizes.elements}
     seconds = timing.measure(cases, name=f"passes over memory, {_name(dtype)}")

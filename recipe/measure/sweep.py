@@ -121,7 +121,7 @@ def run_plan(config_file: Path, *, setting: Setting, folder: Path) -> Outcome:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Predicted and measured time and memory, their ratio, or the error."""
+    """Format predicted and measured time and memory, their ratio, or the error."""
     width = max(len(row["plan"]) for row in rows)
     yield (
         f"{'plan':<{width}}  {'step: predicted':>15}  {'measured':>9}  {'ratio':>5}"
@@ -155,7 +155,7 @@ def _key(config: Mapping[str, Any]) -> str:
 
 
 def _read_results(path: Path, *, setting: Setting) -> dict[str, dict[str, Any]]:
-    """Rows of earlier sweeps by the run's configuration."""
+    """Return rows of earlier sweeps by the run's configuration."""
     if not path.exists():
         return {}
     try:
@@ -174,7 +174,7 @@ def _read_results(path: Path, *, setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def _rank(rank: int, config_file: Path, setting: Setting, folder: Path) -> None:
-    """The life of one rank, with an environment and a log of its own."""
+    """Be one rank, with an environment and a log of its own."""
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

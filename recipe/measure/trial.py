@@ -37,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def measure(request: Request, *, num_steps: int) -> Measured:
-    """Collective over all ranks, which have met."""
+    """Time the steps of a run. Collective over all ranks, which have met."""
     arguments, settings = request.arguments, request.settings
     config = model_config(arguments, model=request.model)
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
@@ -58,7 +58,7 @@ def _timed_step(engine: Engine, request: Request) -> float:
 
 
 def _random_part(engine: Engine, request: Request, *, index: int) -> MicroBatch:
-    """One document per sequence; every rank of a group gets the same."""
+    """Make a micro-batch of one document per sequence; every rank of a group gets the same."""
     settings = request.settings
     shape = (settings.num_sequences, settings.block_size)
     generator = torch.Generator().manual_seed(index * settings.layout.dp + engine.mesh.dp_rank)

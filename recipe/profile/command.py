@@ -71,7 +71,7 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def record_run(words: Sequence[str], *, out: Path, num_ranks: int, num_steps: int) -> Path:
-    """The folder of the traces. What the run prints goes to stderr; unless `words` name another, its folder is OUT/run.
+    """Record a run; return the folder of its traces. Its output goes to stderr; its folder is OUT/run unless named.
 
     Raises ValueError for flags that cannot be used, and where the run fails.
     """
@@ -90,9 +90,9 @@ def record_run(words: Sequence[str], *, out: Path, num_ranks: int, num_steps: in
 
 
 def run_flags(words: Sequence[str], *, out: Path, num_steps: int) -> list[str]:
-    """The user's, and those that make the run a short one that keeps nothing; an output_dir in a file is not used.
+    """Return the user's flags, and those that make the run a short one that keeps nothing.
 
-    ValueError lists what cannot be used.
+    An output_dir in a file is not used. ValueError lists what cannot be used.
     """
     asked = parse_arguments(words, defaults={"output_dir": str(out / "run")})
     named = {name for name, place in asked.given.items() if place == COMMAND_LINE}

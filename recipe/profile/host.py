@@ -181,7 +181,7 @@ def _entered(scope: Scope, outer: Context) -> Context:
 
 
 def _is_work(event: Event) -> bool:
-    """Whether an operator is one of a library's: the others are functions of Python that may wait for something."""
+    """Return whether an operator is one of a library's; the others are Python functions that may wait for something."""
     namespace, _, rest = event.name.partition("::")
     return bool(rest) and namespace not in NOT_WORK
 
@@ -218,13 +218,13 @@ def module_scope(name: str) -> Scope | None:
 
 
 def collective_op(name: str) -> str | None:
-    """The operation of a name like _allgather_base, c10d::allreduce_, gloo:all_to_all or AllGather; None: unknown."""
+    """Return the operation of a name like _allgather_base, c10d::allreduce_, gloo:all_to_all or AllGather, if known."""
     bare = re.sub(r"_|base", "", name.removeprefix("c10d::").removeprefix("gloo:")).lower()
     return OPS.get(bare)
 
 
 def dtype_bytes(name: str) -> int | None:
-    """Bytes of a number of such a type, under any of the names that traces have for it; None: unknown."""
+    """Return the bytes of a number of such a type, under any of the names that traces have for it; None: unknown."""
     return DTYPE_BYTES.get(re.sub(r"c10::|[_ ]", "", name).lower())
 
 

@@ -35,14 +35,14 @@ def write_report(summary: Summary, *, folder: Path) -> Path:
 
 
 def check_place(folder: Path, *, traces: Sequence[Path]) -> None:
-    """ValueError where one of the traces would be overwritten."""
+    """Raise ValueError where one of the traces would be overwritten."""
     target = (folder / REPORT_NAME).resolve()
     if target in (path.resolve() for path in traces):
         raise ValueError(f"{folder / REPORT_NAME} is one of the traces and would be overwritten; give another --out")
 
 
 def describe(summary: Summary) -> Iterator[str]:
-    """Lines for a terminal: where a step's time goes, what would save most, and what could not be told."""
+    """Yield lines for a terminal: where a step's time goes, what would save most, and what could not be told."""
     names = ((WORK, "work"), (EXPOSED, "exposed transfers"), (WAITING, "waiting"), (IDLE, "idle"))
     parts = ", ".join(f"{name} {duration(_mean_seconds(summary, state))}" for state, name in names)
     yield f"a step takes {duration(summary.step_s)} on the slowest of {len(summary.ranks)} ranks: {parts}"
@@ -53,7 +53,7 @@ def describe(summary: Summary) -> Iterator[str]:
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """What --json prints, profile.json holds, and the page draws: names of fields as in Summary, times in seconds.
+    """Return what --json prints, profile.json holds and the page draws: fields named as in Summary, times in seconds.
 
     `timeline` names the file for Perfetto that lies beside it.
     """
@@ -71,7 +71,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
 
 
 def as_page(content: dict[str, Any]) -> str:
-    """The HTML of what `as_json` gives. Its policy lets nothing in but its own script and style."""
+    """Return the HTML of what `as_json` gives. Its policy lets nothing in but its own script and style."""
     folder = resources.files("recipe.profile") / "page"
     page, style, *scripts = ((folder / name).read_text("utf-8") for name in ("page.html", "page.css", *SCRIPTS))
     script = "\n".join(scripts)
@@ -92,7 +92,7 @@ def _digest(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """NamedTuples as objects, other sequences as lists, numbers short."""
+    """Return NamedTuples as objects, other sequences as lists, numbers short."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: _plain(field) for name, field in value._asdict().items()}
     if isinstance(value, list | tuple):
@@ -125,7 +125,7 @@ class Saving(NamedTuple):
 
 
 def find_savings(summary: Summary) -> list[Saving]:
-    """All of them, the largest first."""
+    """Find what could be saved, the largest first."""
     found = [*_exposed(summary), *_waiting(summary), *_idle(summary), *_recompute(summary), *_copies(summary)]
     return sorted((s for s in found if s.seconds > LEAST_SHARE * summary.step_s), key=lambda s: -s.seconds)
 
@@ -160,7 +160,7 @@ def _speed(row: TransferRow) -> str:
 
 
 def _hide(row: TransferRow, summary: Summary) -> str:
-    """The setting that hides a transfer, or makes it rarer."""
+    """Name the setting that hides a transfer, or makes it rarer."""
     facts, execution, purpose = summary.facts, execution_in(summary.facts), row.route.purpose
     if execution is None:
         return "Start them before the work that does not need them, or cut them in chunks."

@@ -121,7 +121,10 @@ class RankSpans(NamedTuple):
 
 
 def read_spans(trace: Trace) -> RankSpans:
-    """ValueError where nothing in a trace is work or a transfer of the threads that train, and for broken events."""
+    """Read a rank's spans from its trace.
+
+    ValueError where nothing in it is work or a transfer of the threads that train, and for broken events.
+    """
     spans = RankSpans(trace, [], [], [], [])
     try:
         host = read_host(trace.events)
@@ -134,8 +137,9 @@ def read_spans(trace: Trace) -> RankSpans:
     busy: list[Work | Transfer | Copy] = [*spans.works, *spans.transfers, *spans.copies]
     if not busy:
         raise ValueError(f"{trace.path} holds neither work nor transfers of the threads that train")
-    for found in (spans.works, spans.transfers, spans.copies):
-        found.sort(key=lambda span: span.start_s)
+    spans.works.sort(key=lambda work: work.start_s)
+    spans.transfers.sort(key=lambda transfer: transfer.start_s)
+    spans.copies.sort(key=lambda copy: copy.start_s)
     last_end_s = max(span.end_s for span in busy)
     for number, event in sorted(host.steps, key=lambda step: step[1].start_s):
         spans.steps.append(Step(number, event.start_s, event.end_s))
@@ -165,7 +169,7 @@ def _add_of_gpu(spans: RankSpans, host: Host) -> None:
 
 
 def _nccl_transfer(event: Event, context: Context, *, in_name: str | None) -> Transfer:
-    """From what the profiler says of a collective, in the kernel or around its launch; old ones say the name alone."""
+    """Read what the profiler says of a collective, in the kernel or around its launch; old ones say the name alone."""
     said = event.args if COMMS_NAME in event.args else context.comms or {}
     op = collective_op(str(said.get(COMMS_NAME, in_name))) or collective_op(in_name or "") or "other"
     num_ranks = whole_number(said["Group size"]) if said.get("Group size") else None
@@ -190,7 +194,7 @@ def _transfer(
     size: int | None,
     given: int | None,
 ) -> Transfer:
-    """A transfer to which this rank gives so many numbers of so many bytes, as far as they are known."""
+    """Make a transfer to which this rank gives so many numbers of so many bytes, as far as they are known."""
     sent = None
     if size is not None and num_ranks is not None and given is not None:
         sent = sent_bytes(op, given_bytes=given * size, num_ranks=num_ranks)
@@ -202,7 +206,7 @@ def _transfer(
 
 
 def _listed_ranks(text: Any, *, num_ranks: int | None) -> tuple[int, ...] | None:
-    """From "[0, 1, 2, 3]"; None where the profiler has left some out, as it does with long lists."""
+    """Read ranks from "[0, 1, 2, 3]"; None where the profiler has left some out, as it does with long lists."""
     if not isinstance(text, str) or not text.strip("[] "):
         return None
     words = text.strip("[] ").split(",")
@@ -237,7 +241,7 @@ def _gloo_transfer(event: Event, call: Placed | None, *, op: str) -> Transfer:
 
 
 def _ranks_by_shape(call: Placed | None) -> int | None:
-    """How many ranks' parts the gathered or the scattered tensor holds, of an operator with (output, input)."""
+    """Count the ranks whose parts the gathered or the scattered tensor holds, of an operator with (output, input)."""
     if call is None or call.event.name not in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
         return None
     sizes = sorted(_numel(dims) for dims in call.event.args.get("Input Dims", [])[:2])
@@ -245,7 +249,7 @@ def _ranks_by_shape(call: Placed | None) -> int | None:
 
 
 def sent_bytes(op: str, *, given_bytes: float, num_ranks: int) -> float | None:
-    """What a rank sends that gives so much to a collective: what the algorithm has to send, whatever a backend does.
+    """Return what a rank that gives so much to a collective has to send by the algorithm, whatever a backend does.
 
     Of an exchange even parts are assumed. None where it depends on which end of it a rank is.
     """

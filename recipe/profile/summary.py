@@ -187,14 +187,15 @@ def account(step: Step, *, works: Sequence[Work], copies: Sequence[Copy]) -> Non
     for edge_s, begins, lane, number, one in sorted(edges):  # at one moment ends come first
         passed_s, time_s = edge_s - time_s, edge_s
         busy = next((lane for lane in lanes if active[lane]), None)
-        first = None if busy is None else next(iter(active[busy].values()))
+        first: Any = None if busy is None else next(iter(active[busy].values()))
         if busy is None:
             step.idle_s += passed_s
             step.idle_before_s += 0.0 if any_yet else passed_s
         elif busy == work:
             step.work_s[first.part] += passed_s
-            for hidden in [*active[transfer].values(), *active[waiting].values()][:1]:
-                hidden.hidden_s += passed_s
+            under_way = active[transfer] or active[waiting]
+            if under_way:
+                next(iter(under_way.values())).hidden_s += passed_s
         elif busy == transfer:
             first.exposed_s += passed_s
         elif busy == waiting:
@@ -209,7 +210,7 @@ def account(step: Step, *, works: Sequence[Work], copies: Sequence[Copy]) -> Non
 
 
 def _time_rows(ranks: Sequence[RankSpans]) -> list[TimeRow]:
-    """The largest first."""
+    """Return the time table, the largest row first."""
     rows: defaultdict[RowKey, list[float]] = defaultdict(lambda: [0.0] * len(ranks))
     for r, spans in enumerate(ranks):
         for step in spans.steps:
@@ -223,7 +224,7 @@ def _time_rows(ranks: Sequence[RankSpans]) -> list[TimeRow]:
 
 
 def _transfer_rows(by_route: Mapping[Route, Sequence[Transfer]], *, links: Links, num_steps: int) -> list[TransferRow]:
-    """The longest first; `num_steps` are those of all ranks together."""
+    """Sum up routes, the longest first; `num_steps` are those of all ranks together."""
     rows = []
     for route, calls in by_route.items():
         given = [call.sent_bytes for call in calls if call.sent_bytes is not None]
@@ -247,7 +248,7 @@ def _transfer_rows(by_route: Mapping[Route, Sequence[Transfer]], *, links: Links
 
 
 def _points(by_route: Mapping[Route, Sequence[Transfer]], *, links: Links) -> list[BandwidthPoint]:
-    """In the order of their size; without collectives that send nothing or do not say how much."""
+    """Return points in the order of their size; without collectives that send nothing or do not say how much."""
     rates: defaultdict[tuple[Route, float], list[float]] = defaultdict(list)
     for route, calls in by_route.items():
         for call in calls:
@@ -275,7 +276,7 @@ def _imbalances(ranks: Sequence[RankSpans]) -> list[Imbalance]:
 
 
 def max_over_mean(values: Sequence[float]) -> float:
-    """1.0 where all are zero."""
+    """Return the ratio, 1.0 where all are zero."""
     mean = fmean(values)
     return max(values) / mean if mean > 0 else 1.0
 
@@ -343,7 +344,7 @@ def execution_in(facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _unpaired(groups: Sequence[Unpaired]) -> Iterator[str]:
-    """One sentence an operation and cause, however many groups there are."""
+    """Yield one sentence an operation and cause, however many groups there are."""
     for op in sorted({group.op for group in groups}):
         alone = [group for group in groups if group.op == op and len(group.num_calls) == 1]
         uneven = [group for group in groups if group.op == op and len(group.num_calls) > 1]

@@ -24,7 +24,7 @@ class Links(NamedTuple):
     ranks_per_node: int | None = None
 
     def is_between(self, transfer: Transfer) -> bool:
-        """Whether it leaves a node; ranks that are not known are taken for a node's if they fit there."""
+        """Return whether it leaves a node; ranks that are not known are taken for a node's if they fit there."""
         if self.ranks_per_node is None:
             return False
         if transfer.ranks is not None:
@@ -67,7 +67,8 @@ def match(ranks: Sequence[RankSpans]) -> list[Unpaired]:
             key = (transfer.op, _group_key(transfer, trace=spans.trace))
             groups.setdefault(key, {}).setdefault(spans.trace.rank, []).append(transfer)
     in_steps = {id(transfer) for spans in ranks for step in spans.steps for transfer in step.transfers}
-    traced, found = {spans.trace.rank for spans in ranks}, []
+    traced = {spans.trace.rank for spans in ranks}
+    found: list[Unpaired] = []
     for (op, _), by_rank in groups.items():
         if op not in AMONG_ALL:
             continue
@@ -83,7 +84,7 @@ def match(ranks: Sequence[RankSpans]) -> list[Unpaired]:
 
 
 def _unpaired(op: str, by_rank: Mapping[int, list[Transfer]], *, traced: set[int]) -> Unpaired | None:
-    """None where the n-th of one rank are the n-th of the others."""
+    """Return None where the n-th of one rank are the n-th of the others."""
     first = next(iter(by_rank.values()))[0]
     members = by_rank.keys() | (set(first.ranks or ()) & traced)
     num_calls = {rank: len(by_rank.get(rank, ())) for rank in sorted(members)}
@@ -123,7 +124,7 @@ def _among(transfer: Transfer, *, layout: Layout | None) -> str:
 
 
 def read_links(hardware: str | None, *, bytes_per_s: float | None) -> Links:
-    """`bytes_per_s` wins. Nothing is known where neither is given.
+    """Return the links of a hardware, or of one rate; nothing is known of them where neither is given.
 
     Raises ValueError for hardware that is not known, a rate that is none, and both at once.
     """
