@@ -15,12 +15,14 @@ import torch.distributed as dist
 from recipe.cli import main
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.launch.start import read_world
+from recipe.measure import command
 from recipe.measure.probe import SENDERS, _capability, _hardware, fit_line, measure_link
 from recipe.measure.products import MAKERS, Random, _product, measure_attention, measure_products
 from recipe.measure.timing import PASS_BYTES, Sizes, Timing, by_case, sizes_for
 from recipe.plan.hardware import PASSES, Link, Measured, find_hardware
 from recipe.plan.transfer_time import STEPS
 from recipe.shared.ranks import OneRank, TorchRanks
+from tests.launching import run_main
 from tests.ranks import run_ranks
 
 SMALL = Sizes(
@@ -165,6 +167,12 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path, monkeypat
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     out = tmp_path / "hardware.json"
+
+    def start(num_ranks: int, *, words: list[str]) -> int:
+        """In processes that have the libraries loaded."""
+        return run_main(["probe", *words], tmp_path, num_ranks=num_ranks, program="recipe.cli").returncode
+
+    monkeypatch.setattr(command, "start_processes", start)
     assert main(["probe", "--ranks", "2", "--quick", "--precision", "fp32", "--out", str(out)]) == 0
     hardware = find_hardware(str(out), device="cpu")
     assert hardware.ranks_per_node == 2
@@ -211,9 +219,7 @@ def test_mistakes_are_told_before_anything_is_measured(
 
 @pytest.mark.slow
 def test_a_failing_rank_ends_the_probe(capfd: pytest.CaptureFixture[str]) -> None:
-    from recipe.measure.command import start_processes
-
-    assert start_processes(2, words=["--no-such-flag"]) == 2
+    assert command.start_processes(2, words=["--no-such-flag"]) == 2
     assert "--no-such-flag" in capfd.readouterr().err
 
 
