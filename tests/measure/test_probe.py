@@ -170,7 +170,8 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path, monkeypat
 
     def start(num_ranks: int, *, words: list[str]) -> int:
         """In processes that have the libraries loaded."""
-        return run_main(["probe", *words], tmp_path, num_ranks=num_ranks, program="recipe.cli").returncode
+        options = {"program": "recipe.cli", "LOCAL_WORLD_SIZE": str(num_ranks)}
+        return run_main(["probe", *words], tmp_path, num_ranks=num_ranks, **options).returncode
 
     monkeypatch.setattr(command, "start_processes", start)
     assert main(["probe", "--ranks", "2", "--quick", "--precision", "fp32", "--out", str(out)]) == 0

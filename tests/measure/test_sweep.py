@@ -67,7 +67,7 @@ def test_a_sweep_ends_with_a_table_and_goes_on_where_it_stopped(
         gpus=2,
         ranks_per_node=2,
         block_size=16,
-        sequences_per_step=4,
+        sequences_per_step=2,
         precision="fp32",
     )
     first, second = entries_of(search_plans(wanted), model={"config_name": model_file}, top=2)
