@@ -176,7 +176,8 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 def work(folder: Path, *, sizes: Sizes, turns: int) -> None:
     """One rank: measure and time every mode, and leave a report."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     job = make_job(sizes, group=dist.group.WORLD)
     measured, wholes = {}, {}
     for name, mode in MODES.items():

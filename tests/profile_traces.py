@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,5 +119,11 @@ def take_apart(place: Path, *, links: Links | None = None) -> Summary:
     return summarise(read_traces(find_traces([place])), links=links or Links(within=40e6))
 
 
-def in_us(seconds: list[float]) -> list[float]:
+def in_us(seconds: Iterable[float]) -> list[float]:
     return [round(s * 1e6, 6) for s in seconds]
+
+
+def time_in_us(summary: Summary, *, state: str | None = None) -> dict[Any, list[float]]:
+    """The time table, or its rows of one state: us by rank of each state, part and operation."""
+    rows = [row for row in summary.time if state in (None, row.state)]
+    return {(row.state, row.part and tuple(row.part), row.op): in_us(row.seconds) for row in rows}

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from recipe.checkpoint.files import Files, complete
-from recipe.checkpoint.native import full_precision_shard
 from recipe.engine.engine import Engine
 from recipe.hf.config import SpecialTokens, choose_type, config_dict, write_config_files
-from recipe.hf.model_card import TrainingFacts, write_model_card
-from recipe.hf.weights import WeightSource, write_weights
+from recipe.hf.model_card import CARD_NAME, TrainingFacts, model_card
+from recipe.hf.weights import write_weights
 from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_first
 
@@ -63,12 +62,12 @@ def export_hugging_face(
         write_config_files(folder, values=values, tokens=tokens)
         tokenizer.save_pretrained(folder)
         if options.facts is not None:
-            write_model_card(folder, config=values, facts=options.facts)
+            (folder / CARD_NAME).write_text(model_card(values, facts=options.facts), encoding="utf-8")
 
     on_first(write_small_files, ranks=ranks)
-    source = WeightSource(model=engine.model, config=config, mesh=engine.mesh, read=full_precision_shard)
     sink = Files() if files is None else files
-    write_weights(folder, source=source, model_type=model_type, dtype=options.dtype, files=sink)
+    dtype = options.dtype
+    write_weights(folder, model=engine.model, mesh=engine.mesh, model_type=model_type, dtype=dtype, files=sink)
     if files is None:
         complete(sink, ranks=ranks)
     return model_type

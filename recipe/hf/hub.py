@@ -43,21 +43,17 @@ def fetch_model(model: HubModel, *, ranks: Ranks, say: Callable[[str], None], ho
     commit = on_first(lambda: fetch_config(model).parent.name, ranks=ranks)
     pinned = HubModel(model.name, commit)
     say(f"model: {model} is commit {commit} on the hub; what the cache lacks of it is downloaded")
-    run_in_steps(_download(pinned) if ranks.rank == 0 else None, ranks=ranks)
+    run_in_steps(in_steps(lambda: _fetch(pinned, ())) if ranks.rank == 0 else None, ranks=ranks)
     # A cache may hold a part of a repository, and only who has asked the hub knows which files there are.
     files = on_first(lambda: _files_of(pinned), ranks=ranks)
     once_per_file_system(
-        lambda: _download(pinned, files),
+        lambda: in_steps(lambda: _fetch(pinned, files)),
         is_present=lambda: not _lacking(pinned, files),
         what=str(pinned),
         ranks=ranks,
         host=host,
     )
     return on_every(lambda: fetch_config(pinned).parent, ranks=ranks)
-
-
-def _download(model: HubModel, files: Sequence[str] = ()) -> Generator[None, None, None]:
-    return in_steps(lambda: _fetch(model, files))
 
 
 def _fetch(model: HubModel, files: Sequence[str]) -> None:
@@ -104,7 +100,28 @@ def claim_repository(arguments: Arguments, *, ranks: Ranks, api: Any = None) -> 
     """
     if not arguments.push_to_hub:
         return None
-    return on_first(lambda: _claim(arguments, api=_api(api)), ranks=ranks)
+    from huggingface_hub import HfApi, constants, get_token
+
+    name = arguments.hub_model_id or Path(arguments.output_dir or "").resolve().name
+
+    def claim() -> str:
+        if constants.HF_HUB_OFFLINE:
+            raise ValueError(f"--push_to_hub to {name} needs the hub, and HF_HUB_OFFLINE is set")
+        hub = api or HfApi()
+        if hub.token is None and get_token() is None:
+            raise ValueError(f"--push_to_hub to {name} needs a token, and there is none; {LOG_IN}")
+        try:
+            made = hub.create_repo(name, private=arguments.hub_private_repo, exist_ok=True)
+            # For a repository that exists, that asked for nothing: only this says whether the token may write there.
+            hub.auth_check(made.repo_id, write=True)
+        except hub_errors() as error:
+            raise ValueError(
+                f"--push_to_hub cannot write to {name} on the hub ({type(error).__name__}: {error}); {LOG_IN}, or name "
+                "another place by --hub_model_id"
+            ) from error
+        return str(made.repo_id)
+
+    return on_first(claim, ranks=ranks)
 
 
 def push_to_hub(
@@ -116,16 +133,14 @@ def push_to_hub(
 
     UploadError on all ranks alike where that fails. The folder stays as it is.
     """
+    from huggingface_hub import HfApi
+
     folder = folder.resolve()
     urls: list[str] = []
+    options: dict[str, Any] = {"commit_message": f"Step {step}", "delete_patterns": list(REPLACED)}
 
     def commit() -> None:
-        done = _api(api).upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            commit_message=f"Step {step}",
-            delete_patterns=list(REPLACED),
-        )
+        done = (api or HfApi()).upload_folder(repo_id=repository, folder_path=folder, **options)
         urls.append(str(done.commit_url))
 
     def upload() -> Generator[None, None, None]:
@@ -137,33 +152,6 @@ def push_to_hub(
     say(f"hub: uploading {folder} to {repository}")
     run_in_steps(upload() if ranks.rank == 0 else None, ranks=ranks)
     say(f"hub: {urls[0] if urls else repository}")
-
-
-def _claim(arguments: Arguments, *, api: Any) -> str:
-    from huggingface_hub import constants, get_token
-
-    name = arguments.hub_model_id or Path(arguments.output_dir or "").resolve().name
-    if constants.HF_HUB_OFFLINE:
-        raise ValueError(f"--push_to_hub to {name} needs the hub, and HF_HUB_OFFLINE is set")
-    if api.token is None and get_token() is None:
-        raise ValueError(f"--push_to_hub to {name} needs a token, and there is none; {LOG_IN}")
-    try:
-        made = api.create_repo(name, private=arguments.hub_private_repo, exist_ok=True)
-        # For a repository that exists, that asked for nothing: only this says whether the token may write there.
-        api.auth_check(made.repo_id, write=True)
-    except hub_errors() as error:
-        raise ValueError(
-            f"--push_to_hub cannot write to {name} on the hub ({type(error).__name__}: {error}); {LOG_IN}, or name "
-            "another place by --hub_model_id"
-        ) from error
-    repository: str = made.repo_id
-    return repository
-
-
-def _api(api: Any) -> Any:
-    from huggingface_hub import HfApi
-
-    return HfApi() if api is None else api
 
 
 def in_steps(work: Callable[[], object]) -> Generator[None, None, None]:

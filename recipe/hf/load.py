@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from modeling.config import GatherMoeConfig
-from modeling.hf_keys import file_tensors
+from modeling.hf_keys import FileTensor, file_tensors
 from modeling.init import fill_normal, full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Ranges, Shard
@@ -129,47 +129,29 @@ class ExpertNoise(NamedTuple):
     seed: int
 
 
-class Origin(NamedTuple):
-    """A tensor of a folder, by name, and the part of our parameter that is read from it.
-
-    experts  which experts it is for; None for a parameter that is not a stack of experts
-    half     0 for gate and 1 for up of the fused projection, or None for all rows
-    stacked  it has the experts as its first dimension, and both halves, as our parameter has
-    """
-
-    tensor: str
-    experts: tuple[int, ...] | None = None
-    half: int | None = None
-    stacked: bool = False
-
-
-class ExpertNames(NamedTuple):
-    """How a folder names the tensors of `num_experts` experts.
+def _tensors_of(name: str, *, model_type: str, style: Style, num_experts: int) -> list[FileTensor]:
+    """Return what our parameter `name` is read from; nothing for the router of a dense folder.
 
     "per expert"  a tensor per matrix of an expert, as published
     "stacked"     all experts of a layer in one tensor, under our own names, as transformers holds them in memory and
                   saves them with `save_original_format=False`
     "dense"       one feed-forward, of which every expert is made
     """
-
-    model_type: str
-    style: Style
-    num_experts: int
-
-    def origins(self, name: str) -> list[Origin]:
-        """Return the tensors that our parameter `name` is read from; none for the router of a dense folder."""
-        experts, every = _EXPERTS.fullmatch(name), tuple(range(self.num_experts))
-        if self.style == "per expert":
-            targets = file_tensors(name, num_experts=self.num_experts, model_type=self.model_type)
-            return [Origin(t.name, None if t.expert is None else (t.expert,), t.half) for t in targets]
-        if self.style == "dense" and _ROUTER.fullmatch(name):
-            return []
-        if experts is None:
-            return [Origin(name)]
-        if self.style == "stacked":
-            return [Origin(name, every, stacked=True)]
-        halves = {"gate_proj": 0, "up_proj": 1} if experts["matrix"] == "gate_up_proj" else {"down_proj": None}
-        return [Origin(f"{experts['mlp']}.{matrix}.weight", every, half) for matrix, half in halves.items()]
+    if style == "per expert":
+        return file_tensors(name, num_experts=num_experts, model_type=model_type)
+    if style == "dense" and _ROUTER.fullmatch(name):
+        return []
+    experts = _EXPERTS.fullmatch(name)
+    if experts is None:
+        return [FileTensor(name)]
+    if style == "stacked":
+        return [FileTensor(name, expert) for expert in range(num_experts)]
+    halves = {"gate_proj": 0, "up_proj": 1} if experts["matrix"] == "gate_up_proj" else {"down_proj": None}
+    return [
+        FileTensor(f"{experts['mlp']}.{matrix}.weight", expert, half)
+        for matrix, half in halves.items()
+        for expert in range(num_experts)
+    ]
 
 
 def load_weights(
@@ -195,27 +177,28 @@ def load_weights(
     style: Style = "dense" if described["model_type"] in DENSE_TYPES else "per expert"
     if style == "per expert" and any(_EXPERTS.fullmatch(name) and name in files for name in shapes):
         style = "stacked"
-    names = ExpertNames(described["model_type"], style, config.num_experts)
-    origins = {name: names.origins(name) for name in shapes}
+    origins = {
+        name: _tensors_of(name, model_type=described["model_type"], style=style, num_experts=config.num_experts)
+        for name in shapes
+    }
     twice = [HEAD] if config.tie_word_embeddings else []
-    files.check({origin.tensor for found in origins.values() for origin in found}, allowed=twice)
+    files.check({tensor.name for found in origins.values() for tensor in found}, allowed=twice)
     for name, found in origins.items():
         shard = table.shard(name, shapes[name], group_rank=mesh.group_rank)
         parameter = stored[name]
         with torch.no_grad():
             if not found:
                 continue
-            if found[0].experts is None:
-                _fill(parameter, files.read(found[0].tensor, shard.ranges, expected=shapes[name]))
+            if found[0].expert is None:
+                _fill(parameter, files.read(found[0].name, shard.ranges, expected=shapes[name]))
                 if name == EMBEDDING and config.tie_word_embeddings and HEAD in files:
                     _check_head(parameter, files.read(HEAD, shard.ranges, expected=shapes[name]), folder=folder)
                 continue
-            drawn = names.style == "dense" and noise is not None and noise.std > 0
+            drawn = style == "dense" and noise is not None and noise.std > 0
             if drawn:
                 assert noise is not None
                 fill_normal(parameter, name=f"{name}.noise", shard=shard, seed=noise.seed, std=noise.std)
-            for origin in found:
-                _fill_experts(parameter, origin, shard=shard, files=files, add=drawn)
+            _fill_experts(parameter, found, shard=shard, files=files, is_stacked=style == "stacked", add=drawn)
     return files.num_bytes
 
 
@@ -231,28 +214,28 @@ def _check_head(embedding: Tensor, head: Tensor, *, folder: Path) -> None:
         raise ValueError(f"{HEAD} in {folder} is not {EMBEDDING}, although its config.json says tie_word_embeddings")
 
 
-def _fill_experts(parameter: Tensor, origin: Origin, *, shard: Shard, files: HfFolder, add: bool) -> None:
-    """Fill the local experts [e, 2f, D] or [e, D, f] from a tensor of the folder, or `add` it to what is there."""
+def _fill_experts(
+    parameter: Tensor, tensors: list[FileTensor], *, shard: Shard, files: HfFolder, is_stacked: bool, add: bool
+) -> None:
+    """Fill the local experts [e, 2f, D] or [e, D, f] from tensors of the folder, or `add` these to what is there."""
     first, last = shard.ranges[0][0]
-    assert origin.experts is not None
-    mine = [expert for expert in origin.experts if first <= expert < last]
-    if not mine:
-        return
-    if origin.stacked:
-        for expert in mine:
-            part = files.read(origin.tensor, (((expert, expert + 1),), *shard.ranges[1:]), expected=shard.full_shape)
-            parameter[expert - first].copy_(part[0])
-        return
-    rows, expected = shard.ranges[1], shard.full_shape[1:]
-    if origin.half is not None:
-        # The first range is gate's; the rows of up are the same, counted from its own start.
-        rows, expected = rows[:1], (expected[0] // 2, expected[1])
-    part = files.read(origin.tensor, (rows, shard.ranges[2]), expected=expected)
-    for expert in mine:
+    was_read = None
+    for name, expert, half in tensors:
+        assert expert is not None
+        if not first <= expert < last:
+            continue
+        ranges, expected = shard.ranges[1:], shard.full_shape[1:]
+        if is_stacked:
+            ranges, expected = (((expert, expert + 1),), *ranges), shard.full_shape
+        if half is not None:
+            # The first range is gate's; the rows of up are the same, counted from its own start.
+            ranges, expected = (ranges[0][:1], *ranges[1:]), (expected[0] // 2, *expected[1:])
+        if (name, ranges) != was_read:  # a dense feed-forward is read once for all experts
+            part, was_read = files.read(name, ranges, expected=expected), (name, ranges)
         local = parameter[expert - first]
-        if origin.half is not None:
-            local = local.chunk(2)[origin.half]
+        if half is not None:
+            local = local.chunk(2)[half]
         if add:
             local.add_(part)
         else:
-            local.copy_(part)
+            local.copy_(part.view(local.shape))

@@ -26,13 +26,11 @@ class TrainingFacts(NamedTuple):
     eval_loss: float | None = None
 
 
-def write_model_card(folder: Path, *, config: Mapping[str, Any], facts: TrainingFacts) -> None:
-    """Write the card of the model that `config`, the content of its config.json, describes."""
-    (folder / CARD_NAME).write_text(model_card(config, facts=facts), encoding="utf-8")
-
-
 def model_card(config: Mapping[str, Any], *, facts: TrainingFacts) -> str:
-    """Return front matter as the hub reads it (license, base model and data set only where known), then text."""
+    """Return the card of the model that `config`, the content of its config.json, describes.
+
+    Front matter as the hub reads it (license, base model and data set only where known), then text.
+    """
     arguments = facts.arguments
     front = yaml.safe_dump(_front_matter(arguments), sort_keys=False, allow_unicode=True)
     title = arguments.hub_model_id or Path(arguments.output_dir or "model").resolve().name

@@ -7,7 +7,7 @@ How to use it, on every rank:
         tp_size=N, ep_size=N, ep_implementation="allgather"))
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,17 +41,6 @@ def register_allgather() -> None:
             "register that one under another name"
         )
     EPImplementationInterface.register(NAME, AllGatherEP)
-
-
-class LocalRouting(NamedTuple):
-    """Routing of T tokens to this rank's experts only, in S = min(A, local experts) slots a token.
-
-    ids_TS      [T, S] int64  local numbers; in empty slots the number of local experts, which transformers' skip
-    weights_TS  [T, S]        0 in empty slots
-    """
-
-    ids_TS: Tensor
-    weights_TS: Tensor
 
 
 class AllGatherEP(EPImplementation):
@@ -95,19 +84,19 @@ class AllGatherEP(EPImplementation):
     def _on_many_batches(self, x_bD: Tensor, ids_bA: Tensor, weights_bA: Tensor) -> Tensor:
         num_tokens = x_bD.shape[0]
         self._check_equal(num_tokens, x_bD.device)
-        x_tD = take_part(x_bD, self.batch_group)
-        weights_tA = take_part(weights_bA, self.batch_group)
+        x_tD = _TakePart.apply(x_bD, self.batch_group)
+        weights_tA = _TakePart.apply(weights_bA, self.batch_group)
         # Padding rows of the last part go to an expert that no rank has.
         ids_tA = _own_rows(ids_bA, self.batch_group, fill=self.num_local * dist.get_world_size(self.group))
         x_TD = gather_tokens(x_tD, self.group)
         routing = gather_routing(ids_tA, weights_tA, self.group)
         partial_TD = self._run_experts(x_TD, routing.expert_ids_TA, routing.weights_TA)
-        return join_parts(scatter_tokens(partial_TD, self.group), self.batch_group, num_rows=num_tokens)
+        return _JoinParts.apply(scatter_tokens(partial_TD, self.group), num_tokens, self.batch_group)
 
     def _run_experts(self, x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         """Return this rank's share of every token's sum, [T, D]."""
         local = keep_local(ids_TA, weights_TA, first_expert=self.first_expert, num_local=self.num_local)
-        return self.experts_forward(x_TD, local.ids_TS, local.weights_TS)
+        return self.experts_forward(x_TD, *local)
 
     def _check_equal(self, num_tokens: int, device: torch.device) -> None:
         """Stop, on the device, where ranks bring different numbers: a gather of unequal parts has no defined result."""
@@ -119,8 +108,13 @@ class AllGatherEP(EPImplementation):
         torch._assert_async((all_gather_rows(mine, self.group) == num_tokens).all(), message)
 
 
-def keep_local(ids_TA: Tensor, weights_TA: Tensor, *, first_expert: int, num_local: int) -> LocalRouting:
+def keep_local(ids_TA: Tensor, weights_TA: Tensor, *, first_expert: int, num_local: int) -> tuple[Tensor, Tensor]:
     """Move each token's experts of this rank to the front and cut off slots that can never be filled.
+
+    Return, for T tokens and S = min(A, local experts) slots a token,
+
+    ids_TS      [T, S] int64  local numbers; in empty slots the number of local experts, which transformers' skip
+    weights_TS  [T, S]        0 in empty slots
 
     A token names an expert once at most, so no token needs more slots than there are experts on this rank. The first
     token, where it has no expert here, visits one with the weight 0: experts without a single row would leave this rank
@@ -133,26 +127,11 @@ def keep_local(ids_TA: Tensor, weights_TA: Tensor, *, first_expert: int, num_loc
     foreign_TS = foreign_TA.gather(1, order_TS)
     ids_TS = local_TA.gather(1, order_TS).masked_fill(foreign_TS, num_local)
     ids_TS[:1, :1].clamp_(max=num_local - 1)
-    return LocalRouting(ids_TS, weights_TA.gather(1, order_TS).masked_fill(foreign_TS, 0.0))
-
-
-def take_part(x_b: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Take this rank's rows of x_b, which is the same on all ranks, cut into N equal parts, the last padded with zeros.
-
-    Backward: the parts' gradients are gathered, so that every rank has the whole one again.
-    """
-    return x_b if group is None else _TakePart.apply(x_b, group)
-
-
-def join_parts(x_t: Tensor, group: ProcessGroup | None, *, num_rows: int) -> Tensor:
-    """Concatenate all ranks' parts and drop the padding after the first `num_rows` rows.
-
-    Backward: each rank keeps its part of a gradient that all of them hold whole.
-    """
-    return x_t if group is None else _JoinParts.apply(x_t, num_rows, group)
+    return ids_TS, weights_TA.gather(1, order_TS).masked_fill(foreign_TS, 0.0)
 
 
 def _own_rows(x_b: Tensor, group: ProcessGroup | None, *, fill: int = 0) -> Tensor:
+    """Take this rank's rows of x_b, which is the same on all ranks, cut into N equal parts, the last padded."""
     if group is None:
         return x_b
     size = -(-x_b.shape[0] // dist.get_world_size(group))
@@ -161,22 +140,31 @@ def _own_rows(x_b: Tensor, group: ProcessGroup | None, *, fill: int = 0) -> Tens
     return pad(own, (0, 0, 0, size - own.shape[0]), value=fill)
 
 
+def _all_rows(x_t: Tensor, group: ProcessGroup | None, *, num_rows: int) -> Tensor:
+    """Concatenate all ranks' parts and drop the padding after the first `num_rows` rows."""
+    return x_t if group is None else all_gather_rows(x_t, group)[:num_rows]
+
+
 class _TakePart(torch.autograd.Function):
+    """This rank's rows; backward: the parts' gradients are gathered, so that every rank has the whole one again."""
+
     @staticmethod
-    def forward(ctx: Any, x_b: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x_b: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.group, ctx.num_rows = group, x_b.shape[0]
         return _own_rows(x_b, group)
 
     @staticmethod
     def backward(ctx: Any, grad_t: Tensor) -> tuple[Tensor, None]:
-        return all_gather_rows(grad_t, ctx.group)[: ctx.num_rows], None
+        return _all_rows(grad_t, ctx.group, num_rows=ctx.num_rows), None
 
 
 class _JoinParts(torch.autograd.Function):
+    """All ranks' rows; backward: each rank keeps its part of a gradient that all of them hold whole."""
+
     @staticmethod
-    def forward(ctx: Any, x_t: Tensor, num_rows: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x_t: Tensor, num_rows: int, group: ProcessGroup | None) -> Tensor:
         ctx.group = group
-        return all_gather_rows(x_t, group)[:num_rows]
+        return _all_rows(x_t, group, num_rows=num_rows)
 
     @staticmethod
     def backward(ctx: Any, grad_b: Tensor) -> tuple[Tensor, None, None]:

@@ -5,7 +5,7 @@ The ranks of the first group write, the others only help ZeRO put a shard togeth
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from modeling.config import GatherMoeConfig
-from modeling.hf_keys import file_tensors
+from modeling.hf_keys import FileTensor, file_tensors
 from modeling.init import full_shapes, paste, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
-from modeling.shard_table import Shard, ShardTable
+from modeling.model import GatherMoeForCausalLM
+from modeling.shard_table import Shard
 from recipe.checkpoint.files import Files
 from recipe.checkpoint.tensor_file import INDEX_SUFFIX, MAX_FILE_BYTES, bytes_of, file_names, write_index
 from recipe.shared.ranks import Ranks
@@ -30,18 +30,6 @@ from recipe.shared.together import on_every
 STEM = "model"
 INDEX_NAME = STEM + INDEX_SUFFIX
 SAMPLED_PER_FILE = 2  # tensors read back after writing
-
-
-class WeightSource(NamedTuple):
-    """The model to export: `read(parameter)` returns this rank's shard, gathered over ZeRO; collective over dp.
-
-    The routers' biases are not parameters and are taken as they are.
-    """
-
-    model: nn.Module
-    config: GatherMoeConfig
-    mesh: ParallelMesh
-    read: Callable[[nn.Parameter], Tensor]
 
 
 class WrittenFile(NamedTuple):
@@ -56,7 +44,8 @@ class WrittenFile(NamedTuple):
 def write_weights(
     folder: Path,
     *,
-    source: WeightSource,
+    model: GatherMoeForCausalLM,
+    mesh: ParallelMesh,
     model_type: str,
     dtype: torch.dtype,
     files: Files,
@@ -64,24 +53,32 @@ def write_weights(
 ) -> None:
     """Give all weights to `files`, to be written below `folder` and checked there. Collective over the whole world.
 
-    All are written in `dtype` but the routers' biases, which stay in float32, as in other models' files.
+    All are written in `dtype`, from the optimizer's float32 copies where there are any, but the routers' biases, which
+    stay in float32, as in other models' files.
 
     Beside one gathered tensor a rank holds at most one file's tensors, or those of all its files where `files` writes
     later. Completing `files` raises RanksFailedError, the same on every rank, where a file could not be written, or
     where the files do not hold exactly the tensors of the model with their shapes and, for a sample, their bytes.
     """
-    table = shard_table(source.config, source.mesh)
-    shapes = full_shapes(source.model, config=source.config, table=table)
-    writer = _FileWriter(folder, rank=source.mesh.rank, max_file_bytes=max_file_bytes, files=files)
-    stored = stored_tensors(source.model)
+    from recipe.checkpoint.native import full_precision_shard  # with DeepSpeed, which reading weights does without
+
+    table = shard_table(model.config, mesh)
+    shapes = full_shapes(model, config=model.config, table=table)
+    writer = _FileWriter(folder, rank=mesh.rank, max_file_bytes=max_file_bytes, files=files)
+    stored = stored_tensors(model)
+    expected: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
+        targets = file_tensors(name, num_experts=model.config.num_experts, model_type=model_type)
+        for target in targets:
+            inner = shape if target.expert is None else shape[1:]
+            expected[target.name] = inner if target.half is None else (inner[0] // 2, *inner[1:])
         tensor = stored[name]
-        local = source.read(tensor) if isinstance(tensor, nn.Parameter) else tensor
-        if source.mesh.dp_rank == 0:
-            for file_name, whole in _whole_tensors(name, local, shape, source=source, table=table, kind=model_type):
+        local = full_precision_shard(tensor) if isinstance(tensor, nn.Parameter) else tensor
+        if mesh.dp_rank == 0:
+            shards = [table.shard(name, shape, group_rank=rank) for rank in range(mesh.layout.tp)]
+            for file_name, whole in _whole_tensors(name, local, targets, shards=shards, mesh=mesh):
                 writer.add(file_name, whole.to(dtype) if isinstance(tensor, nn.Parameter) else whole)
     writer.flush()
-    expected = _expected_shapes(shapes, config=source.config, model_type=model_type)
     files.then(lambda ranks: _name_and_check(folder, writer.written, expected=expected, ranks=ranks))
 
 
@@ -112,12 +109,9 @@ def _name_and_check(
 
 
 def _whole_tensors(
-    name: str, local: Tensor, shape: tuple[int, ...], *, source: WeightSource, table: ShardTable, kind: str
+    name: str, local: Tensor, targets: list[FileTensor], *, shards: list[Shard], mesh: ParallelMesh
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors made of one parameter that this rank has to write, by name. Collective over the group."""
-    mesh = source.mesh
-    targets = file_tensors(name, num_experts=source.config.num_experts, model_type=kind)
-    shards = [table.shard(name, shape, group_rank=rank) for rank in range(mesh.layout.tp)]
+    """Yield those of the targets, made of one parameter, that this rank has to write. Collective over the group."""
     if targets[0].expert is None:
         # The same on every rank.
         writer = int(hashlib.blake2b(name.encode(), digest_size=4).hexdigest(), 16) % mesh.layout.tp
@@ -129,30 +123,21 @@ def _whole_tensors(
             yield targets[0].name, whole
         return
     first_expert = shards[mesh.group_rank].ranges[0][0][0]
-    for expert in range(shape[0]):
-        holders = [rank for rank, shard in enumerate(shards) if shard.ranges[0][0][0] <= expert < shard.ranges[0][0][1]]
-        # One of its holders writes an expert, so that a whole expert never travels.
-        writer = holders[expert % len(holders)]
-        part = local[expert - first_expert] if mesh.group_rank in holders else None
-        whole = _gather_expert(part, shards, holders=holders, mesh=mesh, writer=writer)
-        for target in targets:
-            if whole is not None and target.expert == expert:
-                yield target.name, whole if target.half is None else whole.chunk(2, dim=0)[target.half]
-
-
-def _gather_expert(
-    part: Tensor | None, shards: list[Shard], *, holders: list[int], mesh: ParallelMesh, writer: int
-) -> Tensor | None:
-    """Return one expert, [2F, D] or [D, F], on the writing rank; `part` is this rank's slice of it, if it has one."""
-    if part is None:
-        return None
-    if len(holders) == 1:
-        return part
     slices = [
         replace(shard, ranges=shard.ranges[1:], shape=shard.shape[1:], full_shape=shard.full_shape[1:])
         for shard in shards
     ]
-    return _gather_from(part, slices, holders, mesh=mesh, writer=writer)
+    for expert in range(shards[0].full_shape[0]):
+        holders = [rank for rank, shard in enumerate(shards) if shard.ranges[0][0][0] <= expert < shard.ranges[0][0][1]]
+        if mesh.group_rank not in holders:
+            continue
+        # One of its holders writes an expert, so that a whole expert, [2F, D] or [D, F], never travels.
+        writer = holders[expert % len(holders)]
+        part = local[expert - first_expert]
+        whole = part if len(holders) == 1 else _gather_from(part, slices, holders, mesh=mesh, writer=writer)
+        for target in targets:
+            if whole is not None and target.expert == expert:
+                yield target.name, whole if target.half is None else whole.chunk(2, dim=0)[target.half]
 
 
 def _gather_from(
@@ -209,17 +194,6 @@ class _FileWriter:
         digests = {key: _digest(tensors[key]) for key in sample}
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self.written.append(WrittenFile(path.name, shapes, digests, num_bytes))
-
-
-def _expected_shapes(
-    shapes: dict[str, tuple[int, ...]], *, config: GatherMoeConfig, model_type: str
-) -> dict[str, tuple[int, ...]]:
-    expected = {}
-    for name, shape in shapes.items():
-        for target in file_tensors(name, num_experts=config.num_experts, model_type=model_type):
-            inner = shape if target.expert is None else shape[1:]
-            expected[target.name] = inner if target.half is None else (inner[0] // 2, *inner[1:])
-    return expected
 
 
 def _check_names(files: list[WrittenFile], expected: dict[str, tuple[int, ...]]) -> None:

@@ -33,7 +33,7 @@ def _probe(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: {out.parent} is no folder")
-    if _is_rank(os.environ):
+    if os.environ.get("RANK") and os.environ.get("WORLD_SIZE"):  # a launcher has told this process which rank it is
         if arguments.ranks is not None:
             raise ValueError(
                 f"--ranks {arguments.ranks} is for a single process, but a launcher started this one as rank "
@@ -51,7 +51,7 @@ def _probe(arguments: argparse.Namespace) -> int:
 
 def _measure_here(arguments: argparse.Namespace) -> int:
     from recipe.launch.start import read_world, start_ranks, stop_ranks
-    from recipe.measure.probe import ProbeOptions, machine_facts, measure_machine
+    from recipe.measure.probe import machine_facts, measure_machine
     from recipe.plan.hardware import hardware_as_json
     from recipe.shared.json_files import write_json
 
@@ -59,8 +59,7 @@ def _measure_here(arguments: argparse.Namespace) -> int:
     say = partial(print, file=sys.stderr, flush=True)
     try:
         start_ranks(world, environ=os.environ, say=say)
-        options = ProbeOptions(precisions=tuple(arguments.precision), quick=arguments.quick)
-        hardware, readings = measure_machine(world, options)
+        hardware, readings = measure_machine(world, precisions=arguments.precision, quick=arguments.quick)
         if world.rank == 0:
             machine = {**machine_facts(world), "quartiles_s": readings}
             write_json(arguments.out, hardware_as_json(hardware, machine=machine))
@@ -73,7 +72,7 @@ def _measure_here(arguments: argparse.Namespace) -> int:
 
 
 def start_processes(num_ranks: int, *, words: Sequence[str]) -> int:
-    """Run `gather-moe probe WORDS` as this many ranks of one node; the first code that is not 0, else 0.
+    """Run `gather-moe probe WORDS` as this many ranks of one node; return the first code that is not 0, else 0.
 
     A rank that fails ends the others. On CPU each has an equal part of the cores to itself.
     """
@@ -87,10 +86,12 @@ def start_processes(num_ranks: int, *, words: Sequence[str]) -> int:
     try:
         for rank in range(num_ranks):
             mine = [cores[(rank * each + i) % len(cores)] for i in range(each)]
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+            variables["OMP_NUM_THREADS"] = each
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "recipe.cli", "probe", *words],
-                    env=os.environ | _variables(rank, num_ranks=num_ranks, num_threads=each),
+                    env=os.environ | {name: str(value) for name, value in variables.items()},
                     cwd=Path.cwd(),
                     preexec_fn=lambda mine=mine: os.sched_setaffinity(0, mine),  # type: ignore[misc]
                 )
@@ -101,21 +102,6 @@ def start_processes(num_ranks: int, *, words: Sequence[str]) -> int:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-
-
-def _is_rank(environ: os._Environ[str]) -> bool:
-    """Whether a launcher has told this process which rank it is."""
-    return bool(environ.get("RANK") and environ.get("WORLD_SIZE"))
-
-
-def _variables(rank: int, *, num_ranks: int, num_threads: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "OMP_NUM_THREADS": str(num_threads),
-    }
 
 
 def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,8 +122,8 @@ def _add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    """Run the best plans and print the table; exit code 1 where no plan fits or none of them could be measured."""
-    from recipe.measure.sweep import Setting, entries_of, results_as_json, run_sweep, table
+    """Run the best plans and print the table; return 1 where no plan fits or none of them could be measured."""
+    from recipe.measure.sweep import Setting, entries_of, results_of, run_sweep, table
     from recipe.plan.flags import read_plan_request
     from recipe.plan.hardware import find_hardware
     from recipe.plan.search import search_plans
@@ -155,24 +141,16 @@ def _sweep(arguments: argparse.Namespace) -> int:
     say = partial(print, file=sys.stderr, flush=True)
     rows = run_sweep(entries, setting=setting, folder=arguments.out, say=say)
     if arguments.json:
-        print(json.dumps(results_as_json(rows, setting=setting), indent=1))
+        print(json.dumps(results_of(rows, setting=setting), indent=1))
     else:
         for line in table(rows):
             print(line)
-    return 0 if any(row.outcome.error is None for row in rows) else 1
+    return 0 if any(row["error"] is None for row in rows) else 1
 
 
+PROBE_HELP = "measure this machine for the planner: products, attention, memory, collectives"
+SWEEP_HELP = "run the best plans for a few steps and compare with what was predicted"
 COMMANDS = (
-    Command(
-        name="probe",
-        help="measure this machine for the planner: products, attention, memory, collectives",
-        add_arguments=_add_probe_arguments,
-        run=_probe,
-    ),
-    Command(
-        name="sweep",
-        help="run the best plans for a few steps and compare with what was predicted",
-        add_arguments=_add_sweep_arguments,
-        run=_sweep,
-    ),
+    Command("probe", PROBE_HELP, _add_probe_arguments, _probe),
+    Command("sweep", SWEEP_HELP, _add_sweep_arguments, _sweep),
 )

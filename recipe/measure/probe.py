@@ -1,67 +1,65 @@
-"""Everything of this machine that the planner's time model asks for, measured by all ranks at once."""
+"""Everything of this machine that the planner's time model asks for, measured by all ranks at once.
+
+Collectives are run by size on a group, as the model calls them: a line through their times, and how busy a rank is.
+"""
 
 import os
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from math import sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from modeling.comm import RowSplits, all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from recipe.launch.start import World
-from recipe.measure.collectives import measure_link
-from recipe.measure.products import best_rate, measure_attention, measure_passes, measure_products
-from recipe.measure.timing import Sizes, Timing, by_case, sizes_for
-from recipe.plan.hardware import Efficiencies, Hardware, Link, Measured
+from recipe.measure.products import measure_attention, measure_passes, measure_products
+from recipe.measure.timing import Sizes, Timing, Work, by_case, sizes_for
+from recipe.plan.hardware import Efficiencies, Fit, Hardware, Link, Measured
+from recipe.plan.transfer_time import STEPS, fewest_steps
 from recipe.shared.flops import table_peak
 from recipe.shared.ranks import OneRank, Ranks, TorchRanks
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS, QUICK_ROUNDS = 7, 3
+# Multiprocessors and memory that a GPU's collectives take from what runs beside them; not measured.
+GPU_BUSY = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
-    """`precisions` besides float32, in which routers and optimizers work in any case."""
+def measure_machine(
+    world: World, *, precisions: Sequence[str], quick: bool
+) -> tuple[Hardware, dict[str, dict[str, list[float]]]]:
+    """Measure in `precisions` and in float32, in which routers and optimizers work in any case.
 
-    precisions: tuple[str, ...]
-    quick: bool
-
-
-class Links(NamedTuple):
-    """Inside a node and between nodes; None where there are no two ranks to measure it."""
-
-    intra: Link | None
-    inter: Link | None
-
-
-class Probed(NamedTuple):
-    """The hardware, and what every single reading of it was spread over, for whoever reads the file."""
-
-    hardware: Hardware
-    readings: dict[str, dict[str, list[float]]]
-
-
-def measure_machine(world: World, options: ProbeOptions) -> Probed:
-    """Collective over the world, whose process group exists. All ranks get the same numbers."""
+    Return the hardware, and the quartiles of every single reading of it, for whoever reads the file. Collective over
+    the world, whose process group exists. All ranks get the same numbers.
+    """
     ranks: Ranks = TorchRanks() if world.world_size > 1 else OneRank()
-    timing = Timing(device=world.device, ranks=ranks, rounds=QUICK_ROUNDS if options.quick else ROUNDS)
-    sizes = sizes_for(world.device, quick=options.quick, memory_bytes=_memory_bytes(world))
+    timing = Timing(device=world.device, ranks=ranks, rounds=QUICK_ROUNDS if quick else ROUNDS)
+    sizes = sizes_for(world.device, quick=quick, memory_bytes=_memory_bytes(world))
     torch.manual_seed(0)
-    links = _measure_links(world, timing, sizes)
+    intra, inter = _measure_links(world, timing, sizes)
     measured = {
-        precision: _measure_rank(timing, sizes, dtype=DTYPES[precision])
-        for precision in dict.fromkeys(("fp32", *options.precisions))
+        precision: Measured(
+            products=measure_products(timing, sizes, dtype=DTYPES[precision]),
+            attention=measure_attention(timing, sizes, dtype=DTYPES[precision]),
+            passes=measure_passes(timing, sizes, dtype=DTYPES[precision]),
+        )
+        for precision in dict.fromkeys(("fp32", *precisions))
     }
-    hardware = _hardware(world, timing, links=links, measured=measured)
-    return Probed(hardware, {name: by_case(found) for name, found in timing.quartiles.items()})
+    hardware = _hardware(world, timing, intra=intra, inter=inter, measured=measured)
+    return hardware, {name: by_case(found) for name, found in timing.quartiles.items()}
 
 
 def machine_facts(world: World) -> dict[str, Any]:
-    """Where and how it was measured, for whoever reads the file."""
+    """Describe where and how it was measured, for whoever reads the file."""
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": _device_name(world.device),
@@ -74,16 +72,11 @@ def machine_facts(world: World) -> dict[str, Any]:
     }
 
 
-def _measure_rank(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> Measured:
-    return Measured(
-        products=measure_products(timing, sizes, dtype=dtype),
-        attention=measure_attention(timing, sizes, dtype=dtype),
-        passes=measure_passes(timing, sizes, dtype=dtype),
-    )
+def _measure_links(world: World, timing: Timing, sizes: Sizes) -> tuple[Link | None, Link | None]:
+    """Measure inside a node and between nodes; None where there are no two ranks to measure it.
 
-
-def _measure_links(world: World, timing: Timing, sizes: Sizes) -> Links:
-    """All nodes' groups at once, then all rings across nodes at once: what a rank gets of what they share."""
+    All nodes' groups at once, then all rings across nodes at once: what a rank gets of what they share.
+    """
     per_node, num_nodes = world.local_world_size, world.num_nodes
     intra = inter = None
     if per_node > 1:
@@ -92,16 +85,23 @@ def _measure_links(world: World, timing: Timing, sizes: Sizes) -> Links:
     if num_nodes > 1:
         groups = [dist.new_group(list(range(local, world.world_size, per_node))) for local in range(per_node)]
         inter = measure_link(timing, groups[world.local_rank], sent_bytes=sizes.sent_bytes, between_nodes=True)
-    return Links(intra, inter)
+    return intra, inter
 
 
-def _hardware(world: World, timing: Timing, *, links: Links, measured: Mapping[str, Measured]) -> Hardware:
+def _hardware(
+    world: World, timing: Timing, *, intra: Link | None, inter: Link | None, measured: Mapping[str, Measured]
+) -> Hardware:
     found = "measured by `gather-moe probe`"
     largest = [measured["fp32"].passes["copy"][-1]]
-    peaks = {precision: best_rate(dict(part.products)) for precision, part in measured.items()}
+    peaks = {
+        precision: max(rate.flops_per_s for rates in part.products.values() for rate in rates)
+        for precision, part in measured.items()
+    }
     sheet = table_peak(_device_name(world.device))
     if sheet is not None and "bf16" in peaks:
         peaks["bf16"] = sheet.flops_per_s
+    one = torch.zeros(1, device=world.device)
+    launch_s = timing.measure({"launch": lambda: one.add_(1)}, name="launches")["launch"]  # what it costs the host
     return Hardware(
         name=_device_name(world.device),
         device=world.device,
@@ -109,16 +109,16 @@ def _hardware(world: World, timing: Timing, *, links: Links, measured: Mapping[s
         ranks_per_node=world.local_world_size,
         peak_flops_per_s=peaks,
         memory_bytes_per_s=max(8 * elements / seconds for elements, seconds in largest),
-        intra=links.intra,
-        inter=links.inter,
+        intra=intra,
+        inter=inter,
         efficiencies=Efficiencies(**dict.fromkeys(Efficiencies.__annotations__, 1.0)),
-        launch_s=_launch_s(timing),
+        launch_s=launch_s,
         compute_capability=_capability(world.device),
         sources={
             "peak_flops_per_s": f"bf16: {sheet.source}" if sheet else "the fastest product measured",
             "memory_bytes": "the operating system" if world.device == "cpu" else "the driver",
-            "intra": found if links.intra else "not measured: one rank on a node",
-            "inter": found if links.inter else "not measured: one node",
+            "intra": found if intra else "not measured: one rank on a node",
+            "inter": found if inter else "not measured: one node",
             "efficiencies": "not used: rates are measured",
             "launch_s": found,
             "measured": found,
@@ -131,12 +131,6 @@ def _capability(device: str) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if device == "cuda" else None
 
 
-def _launch_s(timing: Timing) -> float:
-    """What an operator on one number costs the host."""
-    x = torch.zeros(1, device=timing.device)
-    return timing.measure({"launch": lambda: x.add_(1)}, name="launches")["launch"]
-
-
 def _memory_bytes(world: World) -> int:
     if world.device == "cuda":
         return torch.cuda.get_device_properties(world.local_rank).total_memory
@@ -146,10 +140,104 @@ def _memory_bytes(world: World) -> int:
 def _device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    names = (line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name"))
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
 
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+class Sender(NamedTuple):
+    """How a collective is run, and which part of its tensor a rank sends, of n ranks."""
+
+    run: Callable[[Tensor, ProcessGroup], object]
+    share: Callable[[int], float]
+
+
+def measure_link(
+    timing: Timing, group: ProcessGroup, *, sent_bytes: tuple[int, ...], between_nodes: bool = False
+) -> Link:
+    """Fit a line for every collective; the link's own numbers are the all-gather's."""
+    size = dist.get_world_size(group)
+    cases: dict[tuple[str, float], Work] = {}
+    for op, sender in SENDERS.items():
+        for wanted in sent_bytes:
+            x = _tensor(wanted, share=sender.share(size), size=size, device=timing.device)
+            cases[op, sender.share(size) * x.numel() * x.element_size()] = partial(sender.run, x, group)
+    seconds = timing.measure(cases, name=f"collectives of {size} ranks")
+    ops: dict[str, Fit] = {}
+    for op in SENDERS:
+        readings = [(sent, taken_s) for (found, sent), taken_s in seconds.items() if found == op]
+        num_steps = fewest_steps(op, size, device=timing.device) if between_nodes else STEPS[op](size)
+        ops[op] = fit_line(readings, num_steps=num_steps)
+        timing.say(
+            f"{op}: {ops[op].alpha_s * 1e6:.0f} us per step + bytes / {ops[op].bytes_per_s / 1e9:.3g} GB/s, "
+            f"residual {ops[op].residual:.0%}"
+        )
+    gather = ops["all_gather"]
+    largest = max((sent, work) for (op, sent), work in cases.items() if op == "all_gather")[1]
+    busy = GPU_BUSY if timing.device == "cuda" else _busy_share(timing, largest)
+    return Link(alpha_s=gather.alpha_s, bytes_per_s=gather.bytes_per_s, busy=busy, ops=ops)
+
+
+def fit_line(readings: Sequence[tuple[float, float]], *, num_steps: int) -> Fit:
+    """Fit seconds = alpha x steps + bytes / bandwidth by least squares to (bytes that a rank sends, seconds).
+
+    The squares are of fitted / measured - 1, so that small transfers count as much as large ones.
+
+    alpha is not below 0. Raises ValueError where time does not grow with bytes, or fewer than two sizes were measured.
+    """
+    if len({sent for sent, _ in readings}) < 2:
+        raise ValueError(f"{len(readings)} transfers of one size make no line; measure two sizes at least")
+    # With u = steps / seconds and v = bytes / seconds the best a and b of a u + b v = 1.
+    pairs = [(num_steps / taken_s, sent / taken_s) for sent, taken_s in readings]
+    uu, uv, vv = (sum(p[i] * p[j] for p in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
+    u, v = (sum(p[i] for p in pairs) for i in (0, 1))
+    alpha_s = (u * vv - v * uv) / (uu * vv - uv * uv)
+    if alpha_s < 0:
+        alpha_s = 0.0
+    slope = (v - alpha_s * uv) / vv
+    if slope <= 0:
+        raise ValueError("larger transfers took no longer than small ones: the machine was too busy to be measured")
+    squares = sum((alpha_s * p[0] + slope * p[1] - 1) ** 2 for p in pairs)
+    return Fit(alpha_s, 1 / slope, sqrt(squares / len(pairs)), max(sent for sent, _ in readings))
+
+
+def _tensor(sent_bytes: int, *, share: float, size: int, device: str) -> Tensor:
+    """Make float32 rows of 16 numbers, as many for every rank, of which about `sent_bytes` leave a rank."""
+    rows = max(1, round(sent_bytes / share / (16 * 4) / size))
+    return torch.zeros(rows * size, 16, device=device)
+
+
+def _busy_share(timing: Timing, work: Work, *, repeats: int = 5) -> float:
+    """Measure what a transfer takes of the threads that this rank computes with, while it does nothing else.
+
+    Processor seconds of the process, gloo's threads included, over seconds and threads.
+    """
+    timing.ranks.barrier()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    for _ in range(repeats):
+        work()
+    share = (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s) / torch.get_num_threads()
+    return min(1.0, timing.over_ranks({"busy": share})["busy"])
+
+
+def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    return all_gather_rows(x[: len(x) // dist.get_world_size(group)], group)
+
+
+def _exchange(x: Tensor, group: ProcessGroup) -> Tensor:
+    each = [len(x) // dist.get_world_size(group)] * dist.get_world_size(group)
+    return all_to_all_rows(x, RowSplits(each, each), group)
+
+
+def _ring_share(size: int) -> float:
+    return (size - 1) / size
+
+
+SENDERS: Mapping[str, Sender] = {
+    "all_gather": Sender(_gather, _ring_share),
+    "reduce_scatter": Sender(reduce_scatter_rows, _ring_share),
+    "all_reduce": Sender(lambda x, group: dist.all_reduce(x, group=group), lambda size: 2 * _ring_share(size)),
+    "all_to_all": Sender(_exchange, _ring_share),
+    "broadcast": Sender(lambda x, group: dist.broadcast(x, group=group, group_src=0), _ring_share),
+}

@@ -5,7 +5,7 @@ A pass is one of PASSES in recipe/plan/hardware.py, run with the operators that 
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ NUM_EXPERTS, NUM_ACTIVE = 32, 4
 
 
 def measure_products(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> dict[str, tuple[ProductRate, ...]]:
-    """FLOP/s of every kind over the grid of rows and widths."""
+    """Measure FLOP/s of every kind over the grid of rows and widths."""
     cases: dict[tuple[str, int, int], Work] = {}
     for width in sizes.widths:
         weights = [torch.randn(width, width, dtype=dtype, device=timing.device) for _ in range(NUM_EXPERT_WEIGHTS)]
@@ -51,29 +51,25 @@ def measure_products(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> dic
 
 
 def measure_attention(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> tuple[AttentionRate, ...]:
-    """FLOP/s of causal attention, the causal half of the scores counted."""
+    """Measure FLOP/s of causal attention, the causal half of the scores counted."""
     cases: dict[tuple[int, int, bool], Work] = {}
-    for length in sizes.lengths:
-        for head_dim in sizes.head_dims:
-            shape = (1, NUM_ATTENTION_HEADS, length, head_dim)
-            query, key, value = (torch.randn(shape, dtype=dtype, device=timing.device) for _ in range(3))
-            forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
-            cases[length, head_dim, False] = torch.no_grad()(forward)
-            cases[length, head_dim, True] = _attention_backward(query, key, value)
+    for length, head_dim in product(sizes.lengths, sizes.head_dims):
+        shape = (1, NUM_ATTENTION_HEADS, length, head_dim)
+        inputs = [torch.randn(shape, dtype=dtype, device=timing.device, requires_grad=True) for _ in range(3)]
+        forward = partial(F.scaled_dot_product_attention, *inputs, is_causal=True)
+        cases[length, head_dim, False] = torch.no_grad()(forward)
+        cases[length, head_dim, True] = _backward(forward(), inputs)
     seconds = timing.measure(cases, name=f"attention, {_name(dtype)}")
     rates = []
-    for length in sizes.lengths:
-        for head_dim in sizes.head_dims:
-            flops = 2 * length**2 * NUM_ATTENTION_HEADS * head_dim
-            forward_s, backward_s = seconds[length, head_dim, False], seconds[length, head_dim, True]
-            rates.append(
-                AttentionRate(length, head_dim, flops / forward_s, ATTENTION_BACKWARD_FLOPS * flops / backward_s)
-            )
+    for length, head_dim in product(sizes.lengths, sizes.head_dims):
+        flops = 2 * length**2 * NUM_ATTENTION_HEADS * head_dim
+        forward, backward = (flops / seconds[length, head_dim, is_backward] for is_backward in (False, True))
+        rates.append(AttentionRate(length, head_dim, forward, ATTENTION_BACKWARD_FLOPS * backward))
     return tuple(rates)
 
 
 def _product(kind: str, x: Tensor, grad: Tensor, *, weights: list[Tensor]) -> Work:
-    """One of the kinds; [rows, width] each, [width, width] per expert."""
+    """Make a product of one of the kinds; [rows, width] each, [width, width] per expert."""
     weight, experts = weights[0], cycle(weights)
     # An expert hardly ever has as many rows as before, and some kernels are made anew for every number: now some more
     # than `rows` and now as many fewer.
@@ -90,20 +86,8 @@ def _product(kind: str, x: Tensor, grad: Tensor, *, weights: list[Tensor]) -> Wo
     return works[kind]
 
 
-def _attention_backward(query: Tensor, key: Tensor, value: Tensor) -> Work:
-    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-    out = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
-    grad = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def best_rate(products: Mapping[str, tuple[ProductRate, ...]]) -> float:
-    """Return the most FLOP/s of any product."""
-    return max(rate.flops_per_s for kind in products.values() for rate in kind)
 
 
 Make = Callable[["Random", int], Work]
@@ -116,16 +100,16 @@ class Random:
         self.dtype, self.device = dtype, device
 
     def rows(self, elements: int, *, width: int = WIDTH, dtype: torch.dtype | None = None) -> Tensor:
-        """[elements / width, width], at least one row."""
+        """Draw [elements / width, width], at least one row."""
         return torch.randn(max(1, elements // width), width, dtype=dtype or self.dtype, device=self.device)
 
     def order(self, rows: Tensor) -> Tensor:
-        """Their numbers, shuffled."""
+        """Return their numbers, shuffled."""
         return torch.randperm(len(rows), device=self.device)
 
 
 def measure_passes(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> dict[str, Curve]:
-    """Seconds of every pass by its number of elements."""
+    """Measure seconds of every pass by its number of elements."""
     random = Random(dtype, device=timing.device)
     cases = {(name, n): MAKERS[name](random, n) for name in PASSES for n in sizes.elements}
     seconds = timing.measure(cases, name=f"passes over memory, {_name(dtype)}")

@@ -9,7 +9,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,60 +44,52 @@ class Setting(NamedTuple):
     limit_s: float
 
 
-class Entry(NamedTuple):
-    """A plan to be run: its name, its run as a DeepSpeed JSON, seconds of a step and bytes of a rank as predicted."""
+def entries_of(found: Found, *, model: Mapping[str, Any], top: int) -> list[dict[str, Any]]:
+    """Begin a row of sweep.json for each of the best plans that use every rank: its name, run and prediction.
 
-    name: str
-    config: Mapping[str, Any]
-    step_s: float
-    memory_bytes: int
-
-
-class Row(NamedTuple):
-    entry: Entry
-    outcome: Outcome
-
-
-def entries_of(found: Found, *, model: Mapping[str, Any], top: int) -> list[Entry]:
-    """The best plans that use every rank; a memory margin is for allocators, and nothing that tensors take."""
+    A memory margin is for allocators, and nothing that tensors take.
+    """
     plans = [plan for plan in found.plans if not found.idle(plan)]
     return [
-        Entry(
-            name=f"{plan.arrangement} ZeRO-{plan.job.zero_stage} {plan.job.num_sequences}x{plan.job.accumulation}"
+        {
+            "plan": f"{plan.arrangement} ZeRO-{plan.job.zero_stage} {plan.job.num_sequences}x{plan.job.accumulation}"
             + (" recomputed" if plan.job.recompute else ""),
-            config=run_config(plan.job, model=model),
-            step_s=plan.time.step_s,
-            memory_bytes=plan.memory.peak_bytes,
-        )
+            "config": run_config(plan.job, model=model),
+            "predicted": {"step_s": plan.time.step_s, "memory_bytes": plan.memory.peak_bytes},
+        }
         for plan in plans[:top]
     ]
 
 
-def run_sweep(entries: Sequence[Entry], *, setting: Setting, folder: Path, say: Callable[[str], None]) -> list[Row]:
-    """A row for each entry, an error being one, too. What was measured into `folder` before is not run again.
+def run_sweep(
+    entries: Sequence[Mapping[str, Any]], *, setting: Setting, folder: Path, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Complete the rows by what was measured, or the error. What was measured into `folder` before is not run again.
 
     ValueError where it holds results of other steps or ranks, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {folder} cannot be made: {error.strerror}") from error
+    except OSError as fault:
+        raise ValueError(f"--out {folder} cannot be made: {fault.strerror}") from fault
     before = _read_results(folder / RESULTS, setting=setting)
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     for number, entry in enumerate(entries, 1):
-        old = before.pop(_key(entry.config), None)
+        old, counted = before.pop(_key(entry["config"]), None), f"{number}/{len(entries)}  {entry['plan']}"
         if old is None or old["error"] is not None:
-            say(f"{number}/{len(entries)}  {entry.name}: predicted {duration(entry.step_s)}")
-            place = folder / run_name(entry.config)
+            say(f"{counted}: predicted {duration(entry['predicted']['step_s'])}")
+            place = folder / run_name(entry["config"])
             file = place.with_suffix(".json")
-            write_config(file, config=entry.config)
-            outcome = run_plan(file, setting=setting, folder=place)
+            write_config(file, config=entry["config"])
+            measured = run_plan(file, setting=setting, folder=place)._asdict()
+            error = measured.pop("error")
         else:
-            outcome = Outcome(**old["measured"], error=old["error"])
-            say(f"{number}/{len(entries)}  {entry.name}: was run before")
-        rows.append(Row(entry, outcome))
-        say(f"      {outcome.error or f'measured {duration(outcome.step_s or 0.0)}'}")
-        write_json(folder / RESULTS, results_as_json(rows, setting=setting, others=before.values()))
+            measured, error = old["measured"], None
+            say(f"{counted}: was run before")
+        rows.append({**entry, "measured": measured, "error": error})
+        say(f"      {error or 'measured ' + duration(measured['step_s'])}")
+        # Rows of earlier sweeps are kept behind those of this one.
+        write_json(folder / RESULTS, results_of([*rows, *before.values()], setting=setting))
     return rows
 
 
@@ -128,45 +120,29 @@ def run_plan(config_file: Path, *, setting: Setting, folder: Path) -> Outcome:
             process.join()
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Predicted and measured time and memory, their ratio, or the error."""
-    width = max(len(row.entry.name) for row in rows)
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Format predicted and measured time and memory, their ratio, or the error."""
+    width = max(len(row["plan"]) for row in rows)
     yield (
         f"{'plan':<{width}}  {'step: predicted':>15}  {'measured':>9}  {'ratio':>5}"
         f"  {'memory: predicted':>17}  {'measured':>9}  {'ratio':>5}"
     )
-    for entry, outcome in rows:
-        line = f"{entry.name:<{width}}  {duration(entry.step_s):>15}"
-        if outcome.step_s is None or outcome.memory_bytes is None:
-            yield f"{line}  {' '.join((outcome.error or '').split())}"
+    for row in rows:
+        predicted, measured = row["predicted"], row["measured"]
+        line = f"{row['plan']:<{width}}  {duration(predicted['step_s']):>15}"
+        if row["error"] is not None:
+            yield f"{line}  {' '.join(row['error'].split())}"
             continue
         yield (
-            f"{line}  {duration(outcome.step_s):>9}  {entry.step_s / outcome.step_s:>5.2f}"
-            f"  {size(entry.memory_bytes):>17}  {size(outcome.memory_bytes):>9}"
-            f"  {entry.memory_bytes / outcome.memory_bytes:>5.2f}"
+            f"{line}  {duration(measured['step_s']):>9}  {predicted['step_s'] / measured['step_s']:>5.2f}"
+            f"  {size(predicted['memory_bytes']):>17}  {size(measured['memory_bytes']):>9}"
+            f"  {predicted['memory_bytes'] / measured['memory_bytes']:>5.2f}"
         )
 
 
-def results_as_json(
-    rows: Sequence[Row], *, setting: Setting, others: Iterable[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
-    """`others` are rows of earlier sweeps, kept behind those of this one."""
-    return {
-        "ranks": setting.num_ranks,
-        "device": setting.device,
-        "steps": setting.num_steps,
-        "rows": [
-            {
-                "plan": row.entry.name,
-                "config": dict(row.entry.config),
-                "predicted": {"step_s": row.entry.step_s, "memory_bytes": row.entry.memory_bytes},
-                "measured": {"step_s": row.outcome.step_s, "memory_bytes": row.outcome.memory_bytes},
-                "error": row.outcome.error,
-            }
-            for row in rows
-        ]
-        + list(others),
-    }
+def results_of(rows: Sequence[Mapping[str, Any]], *, setting: Setting) -> dict[str, Any]:
+    """Return what sweep.json holds and --json prints."""
+    return {"ranks": setting.num_ranks, "device": setting.device, "steps": setting.num_steps, "rows": list(rows)}
 
 
 def run_name(config: Mapping[str, Any]) -> str:
@@ -179,7 +155,7 @@ def _key(config: Mapping[str, Any]) -> str:
 
 
 def _read_results(path: Path, *, setting: Setting) -> dict[str, dict[str, Any]]:
-    """Rows of earlier sweeps by the run's configuration."""
+    """Return rows of earlier sweeps by the run's configuration."""
     if not path.exists():
         return {}
     try:
@@ -198,7 +174,7 @@ def _read_results(path: Path, *, setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def _rank(rank: int, config_file: Path, setting: Setting, folder: Path) -> None:
-    """The life of one rank, with an environment and a log of its own."""
+    """Be one rank, with an environment and a log of its own."""
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -41,7 +41,7 @@ class Quartiles(NamedTuple):
 
 
 def by_case(quartiles: Mapping[Any, Quartiles]) -> dict[str, list[float]]:
-    """With keys that a file can have."""
+    """Return quartiles with keys that a file can have."""
     return {" ".join(map(str, key)) if isinstance(key, tuple) else str(key): list(q) for key, q in quartiles.items()}
 
 
@@ -58,7 +58,7 @@ class Timing:
     quartiles: dict[str, dict[Any, Quartiles]] = field(default_factory=dict)
 
     def measure(self, cases: Mapping[Key, Work], *, name: str) -> dict[Key, float]:
-        """Seconds of one run of each case, the mean over the ranks, which all measure the same at the same time.
+        """Return seconds of one run of each case, the mean over the ranks, which all measure the same at the same time.
 
         On a GPU by events, in the order of its stream; never run on one so far.
         """
@@ -76,7 +76,7 @@ class Timing:
         return {key: found.median for key, found in quartiles.items()}
 
     def over_ranks(self, values: dict[Key, float]) -> dict[Key, float]:
-        """The mean over the ranks of each value."""
+        """Return the mean over the ranks of each value."""
         everyone = self.ranks.gather(values)
         return {key: fmean(one[key] for one in everyone) for key in values}
 
@@ -102,7 +102,7 @@ class Timing:
             print(line, file=sys.stderr, flush=True)
 
     def _read(self, work: Work, repeats: int) -> float:
-        """Seconds per run."""
+        """Return seconds per run."""
         if self.device == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -118,7 +118,7 @@ class Timing:
 
 
 def _repeats(first_s: float, second_s: float) -> int:
-    """The first run pays for memory and kernels, so the second one counts, unless it was the disturbed one."""
+    """Return how often to repeat a work. Its first run pays for memory and kernels, but the second may be disturbed."""
     return max(1, min(1000, round(ENOUGH_S / max(min(first_s, second_s), 1e-9))))
 
 
@@ -135,12 +135,39 @@ class Sizes:
     sent_bytes: tuple[int, ...]
 
 
+CPU_SIZES = Sizes(
+    rows=(4, 16, 64, 256, 1024, 4096),
+    widths=(16, 64, 256, 512, 1024, 2048),
+    max_flops=2**33,
+    lengths=(64, 256, 1024, 4096),
+    head_dims=(32, 64, 128),
+    elements=(2**10, 2**13, 2**16, 2**19, 2**22, 2**24),
+    sent_bytes=(2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24),
+)
+GPU_SIZES = Sizes(
+    rows=(16, 64, 256, 1024, 4096, 16384),
+    widths=(64, 256, 1024, 2048, 4096, 8192),
+    max_flops=2**43,
+    lengths=(512, 2048, 8192, 32768),
+    head_dims=(64, 128),
+    elements=(2**12, 2**16, 2**20, 2**24, 2**26, 2**28),
+    sent_bytes=(2**12, 2**16, 2**20, 2**22, 2**24, 2**26, 2**28),
+)
+
+
 def sizes_for(device: str, *, quick: bool, memory_bytes: float) -> Sizes:
-    """`quick` leaves out the large and every second one: for a first look, and for tests.
+    """Return what to measure; `quick` leaves out the large and every second size: for a first look, and for tests.
 
     What does not fit in a rank's memory is left out, too.
     """
-    full = _fitting(_gpu() if device == "cuda" else _cpu(), room_bytes=SHARE * memory_bytes)
+    sizes, room_bytes = GPU_SIZES if device == "cuda" else CPU_SIZES, SHARE * memory_bytes
+    full = replace(
+        sizes,
+        widths=_below(sizes.widths, (room_bytes / WEIGHT_BYTES) ** 0.5),
+        elements=_below(sizes.elements, room_bytes / PASS_BYTES),
+        # Five collectives, each with what is sent and what arrives.
+        sent_bytes=_below(sizes.sent_bytes, room_bytes / 16),
+    )
     if not quick:
         return full
     return Sizes(
@@ -154,40 +181,6 @@ def sizes_for(device: str, *, quick: bool, memory_bytes: float) -> Sizes:
     )
 
 
-def _fitting(sizes: Sizes, *, room_bytes: float) -> Sizes:
-    return replace(
-        sizes,
-        widths=_below(sizes.widths, (room_bytes / WEIGHT_BYTES) ** 0.5),
-        elements=_below(sizes.elements, room_bytes / PASS_BYTES),
-        # Five collectives, each with what is sent and what arrives.
-        sent_bytes=_below(sizes.sent_bytes, room_bytes / 16),
-    )
-
-
 def _below(numbers: tuple[int, ...], most: float) -> tuple[int, ...]:
-    """And the first three in any case."""
+    """Keep numbers up to `most`, and the first three in any case."""
     return tuple(number for i, number in enumerate(numbers) if i < 3 or number <= most)
-
-
-def _cpu() -> Sizes:
-    return Sizes(
-        rows=(4, 16, 64, 256, 1024, 4096),
-        widths=(16, 64, 256, 512, 1024, 2048),
-        max_flops=2**33,
-        lengths=(64, 256, 1024, 4096),
-        head_dims=(32, 64, 128),
-        elements=(2**10, 2**13, 2**16, 2**19, 2**22, 2**24),
-        sent_bytes=(2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24),
-    )
-
-
-def _gpu() -> Sizes:
-    return Sizes(
-        rows=(16, 64, 256, 1024, 4096, 16384),
-        widths=(64, 256, 1024, 2048, 4096, 8192),
-        max_flops=2**43,
-        lengths=(512, 2048, 8192, 32768),
-        head_dims=(64, 128),
-        elements=(2**12, 2**16, 2**20, 2**24, 2**26, 2**28),
-        sent_bytes=(2**12, 2**16, 2**20, 2**22, 2**24, 2**26, 2**28),
-    )

@@ -21,7 +21,7 @@ from modeling.mesh import build_mesh
 from recipe.data.batches import MicroBatch
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.engine.engine import Engine
-from recipe.launch.start import World, check_world_size, read_world, start_ranks, stop_ranks
+from recipe.launch.start import check_world_size, read_world, start_ranks, stop_ranks
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
 from recipe.train.prepare import Request, choose_threads, model_config, quieten_libraries, settle_request, start_engine
@@ -37,18 +37,14 @@ class Measured(NamedTuple):
 
 
 def measure(request: Request, *, num_steps: int) -> Measured:
-    """Collective over all ranks, which have met."""
-    engine = _make_engine(request)
-    steps_s = [_timed_step(engine, request) for _ in range(WARM_UP_STEPS + num_steps)]
-    return Measured(statistics.median(steps_s[WARM_UP_STEPS:]), _peak_bytes(engine, request))
-
-
-def _make_engine(request: Request) -> Engine:
+    """Time the steps of a run. Collective over all ranks, which have met."""
     arguments, settings = request.arguments, request.settings
     config = model_config(arguments, model=request.model)
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
     model = build_model(config, mesh=mesh, execution=settings.execution, seed=arguments.seed)
-    return start_engine(model, arguments=arguments, settings=settings, device=request.world.device)
+    engine = start_engine(model, arguments=arguments, settings=settings, device=request.world.device)
+    steps_s = [_timed_step(engine, request) for _ in range(WARM_UP_STEPS + num_steps)]
+    return Measured(statistics.median(steps_s[WARM_UP_STEPS:]), _peak_bytes(engine, request))
 
 
 def _timed_step(engine: Engine, request: Request) -> float:
@@ -62,7 +58,7 @@ def _timed_step(engine: Engine, request: Request) -> float:
 
 
 def _random_part(engine: Engine, request: Request, *, index: int) -> MicroBatch:
-    """One document per sequence; every rank of a group gets the same."""
+    """Make a micro-batch of one document per sequence; every rank of a group gets the same."""
     settings = request.settings
     shape = (settings.num_sequences, settings.block_size)
     generator = torch.Generator().manual_seed(index * settings.layout.dp + engine.mesh.dp_rank)
@@ -97,20 +93,18 @@ def _synchronize(request: Request) -> None:
         torch.cuda.synchronize()
 
 
-def read_run(file: Path, *, world: World) -> Request:
-    """What `run_pretrain.py --ds_config FILE` would settle; nothing is asked about data."""
-    arguments = parse_arguments([f"--ds_config={file}"])
-    check_world_size(world, expected=arguments.expect_world_size)
-    return settle_request(arguments, world=world, model=read_model(arguments))
-
-
 def measure_run(file: Path, *, num_steps: int, out: Path) -> int:
-    """What was measured of this rank, or the error, into the file `out`; returns the exit code."""
+    """Write what was measured of this rank, or the error, into the file `out`; return the exit code.
+
+    The run is settled as `run_pretrain.py --ds_config FILE` would; nothing is asked about data.
+    """
     world = read_world(os.environ)
     with ExitStack() as stack:
         stack.callback(stop_ranks, world)
         try:
-            request = read_run(file, world=world)
+            arguments = parse_arguments([f"--ds_config={file}"])
+            check_world_size(world, expected=arguments.expect_world_size)
+            request = settle_request(arguments, world=world, model=read_model(arguments))
             quieten_libraries(is_first=world.rank == 0)
             choose_threads(request)
             start_ranks(world, environ=os.environ, say=partial(print, file=sys.stderr))

@@ -43,7 +43,7 @@ def profile(arguments: argparse.Namespace) -> int:
     """Write the page and the JSON, and print the largest savings."""
     from recipe.profile.report import check_place, describe, write_report
     from recipe.profile.summary import summarise
-    from recipe.profile.trace_file import find_traces, read_traces
+    from recipe.profile.trace_file import REPORT_NAME, find_traces, read_traces
     from recipe.profile.transfers import read_links
 
     flags = arguments.behind
@@ -62,13 +62,16 @@ def profile(arguments: argparse.Namespace) -> int:
     traces = find_traces(places)
     check_place(arguments.out, traces=traces)
     summary = summarise(read_traces(traces), links=links)
-    written = write_report(summary, folder=arguments.out)
-    print(written.json if arguments.json else "\n".join([*describe(summary), f"wrote {written.page}"]))
+    page = write_report(summary, folder=arguments.out)
+    if arguments.json:
+        print(page.with_name(REPORT_NAME).read_text("utf-8").rstrip())
+    else:
+        print("\n".join([*describe(summary), f"wrote {page}"]))
     return 0
 
 
 def record_run(words: Sequence[str], *, out: Path, num_ranks: int, num_steps: int) -> Path:
-    """The folder of the traces. What the run prints goes to stderr; unless `words` name another, its folder is OUT/run.
+    """Record a run; return the folder of its traces. Its output goes to stderr; its folder is OUT/run unless named.
 
     Raises ValueError for flags that cannot be used, and where the run fails.
     """
@@ -87,9 +90,9 @@ def record_run(words: Sequence[str], *, out: Path, num_ranks: int, num_steps: in
 
 
 def run_flags(words: Sequence[str], *, out: Path, num_steps: int) -> list[str]:
-    """The user's, and those that make the run a short one that keeps nothing; an output_dir in a file is not used.
+    """Return the user's flags, and those that make the run a short one that keeps nothing.
 
-    ValueError lists what cannot be used.
+    An output_dir in a file is not used. ValueError lists what cannot be used.
     """
     asked = parse_arguments(words, defaults={"output_dir": str(out / "run")})
     named = {name for name, place in asked.given.items() if place == COMMAND_LINE}
@@ -113,11 +116,5 @@ def run_flags(words: Sequence[str], *, out: Path, num_steps: int) -> list[str]:
     return flags
 
 
-COMMANDS = (
-    Command(
-        "profile",
-        "record some steps of a run, or read traces of one, and show where the time goes",
-        add_arguments,
-        profile,
-    ),
-)
+HELP = "record some steps of a run, or read traces of one, and show where the time goes"
+COMMANDS = (Command("profile", HELP, add_arguments, profile),)

@@ -89,27 +89,8 @@ class Context(NamedTuple):
     nested: bool = False
 
 
-class _Numbered(NamedTuple):
-    """Where operators with a sequence number were: of the forward, and by thread of what the backward computes again.
-
-    Nodes of the latter are run inside the node that computed it.
-    """
-
-    forward: dict[int, Scope | None]
-    again: dict[tuple[Any, int], Scope | None]
-
-    def note(self, event: Event, number: int, outer: Context) -> None:
-        """Operators without a gradient show the number that the next one with a gradient gets: the last counts."""
-        if outer.phase == "forward":
-            self.forward[number] = outer.scope
-        elif outer.phase == "recompute":
-            self.again[event.thread, number] = outer.scope
-
-    def find(self, event: Event, number: int, outer: Context, *, absent: Scope | None) -> Scope | None:
-        """Return the part of the operator that a node differentiates; `absent` where it was not recorded."""
-        if outer.nested and (event.thread, number) in self.again:
-            return self.again[event.thread, number]
-        return self.forward.get(number, absent)
+# Where operators with a sequence number were: (None, number) in the forward, (thread, number) in a recomputation.
+Scopes = dict[tuple[Any, int], Scope | None]
 
 
 class Placed(NamedTuple):
@@ -139,14 +120,14 @@ def read_host(events: Iterable[Event]) -> Host:
     """Go through the host's events in time, all threads at once, since a backward may have a thread of its own."""
     host = Host([], [], [], {}, [])
     open_ranges: dict[Any, list[Placed]] = {}
-    numbered = _Numbered({}, {})
+    scopes: Scopes = {}
     training_threads = set()
     for event in sorted((e for e in events if _is_hosts(e)), key=lambda e: (e.start_s, -e.end_s)):
         stack = open_ranges.setdefault(event.thread, [])
         while stack and stack[-1].event.end_s <= event.start_s:
             stack.pop()
         outer = stack[-1].context if stack else Context()
-        context = _inside(event, outer, numbered)
+        context = _inside(event, outer, scopes)
         if event.name.startswith((STEP_PREFIX, EVALUATE)):
             training_threads.add(event.thread)
         _note(host, event, outer, context)
@@ -162,17 +143,20 @@ def _is_hosts(event: Event) -> bool:
     return event.category in HOST_CATEGORIES
 
 
-def _inside(event: Event, outer: Context, numbered: _Numbered) -> Context:
-    """What is around the events inside this one."""
+def _inside(event: Event, outer: Context, scopes: Scopes) -> Context:
+    """Return what is around the events inside this one; note in `scopes` where a numbered operator was."""
     name, number = event.name, event.args.get("Sequence number", -1)
     if name.startswith(EVALUATE):
         # A leaf's node only adds up a gradient, and runs what hooks do with it.
         own = Scope("gradients") if name.endswith(ACCUMULATE) else outer.scope
-        scope = numbered.find(event, number, outer, absent=own)
+        # Nodes of what the backward computes again are run inside the node that computed it.
+        again = outer.nested and (event.thread, number) in scopes
+        scope = scopes[event.thread, number] if again else scopes.get((None, number), own)
         return outer._replace(scope=scope, phase="backward", nested=True)
     if event.category == "cpu_op":
-        if number >= 0 and not event.args.get("Fwd thread id"):
-            numbered.note(event, number, outer)
+        if number >= 0 and not event.args.get("Fwd thread id") and outer.phase in ("forward", "recompute"):
+            # Operators without a gradient show the number that the next one with a gradient gets: the last counts.
+            scopes[None if outer.phase == "forward" else event.thread, number] = outer.scope
         if name == PARAM_COMMS:
             return outer._replace(comms=event.args)
         return outer._replace(working=True) if _is_work(event) else outer
@@ -197,7 +181,7 @@ def _entered(scope: Scope, outer: Context) -> Context:
 
 
 def _is_work(event: Event) -> bool:
-    """Whether an operator is one of a library's: the others are functions of Python that may wait for something."""
+    """Return whether an operator is one of a library's; the others are Python functions that may wait for something."""
     namespace, _, rest = event.name.partition("::")
     return bool(rest) and namespace not in NOT_WORK
 
@@ -234,13 +218,13 @@ def module_scope(name: str) -> Scope | None:
 
 
 def collective_op(name: str) -> str | None:
-    """The operation of a name like _allgather_base, c10d::allreduce_, gloo:all_to_all or AllGather; None: unknown."""
+    """Return the operation of a name like _allgather_base, c10d::allreduce_, gloo:all_to_all or AllGather, if known."""
     bare = re.sub(r"_|base", "", name.removeprefix("c10d::").removeprefix("gloo:")).lower()
     return OPS.get(bare)
 
 
 def dtype_bytes(name: str) -> int | None:
-    """Bytes of a number of such a type, under any of the names that traces have for it; None: unknown."""
+    """Return the bytes of a number of such a type, under any of the names that traces have for it; None: unknown."""
     return DTYPE_BYTES.get(re.sub(r"c10::|[_ ]", "", name).lower())
 
 

@@ -20,34 +20,29 @@ TIMELINE_NAME = "profile.trace.gz"  # named unlike a profiler's own, so that it 
 DECIMALS = 9  # of seconds: nanoseconds
 
 
-class Written(NamedTuple):
-    """The page, and the text of the JSON that lies beside it."""
+def write_report(summary: Summary, *, folder: Path) -> Path:
+    """Write profile.html, profile.json and the timeline for Perfetto into a folder, which need not exist.
 
-    page: Path
-    json: str
-
-
-def write_report(summary: Summary, *, folder: Path) -> Written:
-    """Write profile.html, profile.json and the timeline for Perfetto into a folder, which need not exist."""
+    Return the page.
+    """
     content = as_json(summary)
-    text = json.dumps(content, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
-    write_timeline(folder / TIMELINE_NAME, summary.timeline, memory=summary.memory, facts=summary.facts)
+    (folder / REPORT_NAME).write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+    write_timeline(folder / TIMELINE_NAME, summary.spans, memory=summary.memory, facts=summary.facts)
     page = folder / "profile.html"
     page.write_text(as_page(content), encoding="utf-8")
-    return Written(page, text)
+    return page
 
 
 def check_place(folder: Path, *, traces: Sequence[Path]) -> None:
-    """ValueError where one of the traces would be overwritten."""
+    """Raise ValueError where one of the traces would be overwritten."""
     target = (folder / REPORT_NAME).resolve()
     if target in (path.resolve() for path in traces):
         raise ValueError(f"{folder / REPORT_NAME} is one of the traces and would be overwritten; give another --out")
 
 
 def describe(summary: Summary) -> Iterator[str]:
-    """Lines for a terminal: where a step's time goes, what would save most, and what could not be told."""
+    """Yield lines for a terminal: where a step's time goes, what would save most, and what could not be told."""
     names = ((WORK, "work"), (EXPOSED, "exposed transfers"), (WAITING, "waiting"), (IDLE, "idle"))
     parts = ", ".join(f"{name} {duration(_mean_seconds(summary, state))}" for state, name in names)
     yield f"a step takes {duration(summary.step_s)} on the slowest of {len(summary.ranks)} ranks: {parts}"
@@ -58,42 +53,30 @@ def describe(summary: Summary) -> Iterator[str]:
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """What --json prints, profile.json holds, and the page draws: names of fields as in Summary, times in seconds.
+    """Return what --json prints, profile.json holds and the page draws: fields named as in Summary, times in seconds.
 
     `timeline` names the file for Perfetto that lies beside it.
     """
-    facts = summary.facts
-    model = facts.get("model", "")
+    model = summary.facts.get("model", "").rpartition("/")[2].removesuffix(".json")
+    counted = {name: _plain(value) for name, value in summary._asdict().items() if name != "spans"}
     return {
         "format": FORMAT,
-        "title": f"Where a step of {model.rpartition('/')[2].removesuffix('.json')} goes"
-        if model
-        else "Where a step goes",
-        "device": summary.device,
-        "world_size": summary.world_size,
-        "layout": facts.get("layout"),
-        "facts": dict(facts),
+        "title": f"Where a step of {model} goes" if model else "Where a step goes",
+        "layout": summary.facts.get("layout"),
         "step_s": summary.step_s,
-        **{name: _plain(getattr(summary, name)) for name in ("ranks", "steps", "step_seconds", "idle_before_s")},
         "savings": _plain(find_savings(summary)),
-        **{name: _plain(getattr(summary, name)) for name in ("time", "transfers", "points", "imbalance")},
-        "memory": [{**_plain(line), "points": [[_plain(t), num] for t, num in line.points]} for line in summary.memory],
+        **counted,
         "timeline": TIMELINE_NAME,
-        "notes": summary.notes,
     }
 
 
 def as_page(content: dict[str, Any]) -> str:
-    """The HTML of what `as_json` gives. Its policy lets nothing in but its own script and style."""
+    """Return the HTML of what `as_json` gives. Its policy lets nothing in but its own script and style."""
     folder = resources.files("recipe.profile") / "page"
-    style, script = (
-        (folder / "page.css").read_text("utf-8"),
-        "\n".join((folder / n).read_text("utf-8") for n in SCRIPTS),
-    )
-    policy = (
-        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:; base-uri 'none'"
-    )
-    page = (folder / "page.html").read_text("utf-8")
+    page, style, *scripts = ((folder / name).read_text("utf-8") for name in ("page.html", "page.css", *SCRIPTS))
+    script = "\n".join(scripts)
+    own = f"script-src {_digest(script)}; style-src {_digest(style)}"
+    policy = f"default-src 'none'; {own}; img-src data:; base-uri 'none'"
     # A "<" could end the element that holds the data.
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {"policy": policy, "title": html.escape(content["title"]), "style": style, "data": data, "script": script}
@@ -109,7 +92,7 @@ def _digest(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """NamedTuples as objects, other sequences as lists, numbers short."""
+    """Return NamedTuples as objects, other sequences as lists, numbers short."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: _plain(field) for name, field in value._asdict().items()}
     if isinstance(value, list | tuple):
@@ -142,7 +125,7 @@ class Saving(NamedTuple):
 
 
 def find_savings(summary: Summary) -> list[Saving]:
-    """All of them, the largest first."""
+    """Find what could be saved, the largest first."""
     found = [*_exposed(summary), *_waiting(summary), *_idle(summary), *_recompute(summary), *_copies(summary)]
     return sorted((s for s in found if s.seconds > LEAST_SHARE * summary.step_s), key=lambda s: -s.seconds)
 
@@ -177,7 +160,7 @@ def _speed(row: TransferRow) -> str:
 
 
 def _hide(row: TransferRow, summary: Summary) -> str:
-    """The setting that hides a transfer, or makes it rarer."""
+    """Name the setting that hides a transfer, or makes it rarer."""
     facts, execution, purpose = summary.facts, execution_in(summary.facts), row.route.purpose
     if execution is None:
         return "Start them before the work that does not need them, or cut them in chunks."

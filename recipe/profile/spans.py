@@ -6,8 +6,8 @@ collectives.
 """
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from recipe.profile.host import (
@@ -21,6 +21,7 @@ from recipe.profile.host import (
     read_host,
 )
 from recipe.profile.trace_file import BROKEN, Event, Trace, unreadable, whole_number
+from recipe.shared.scopes import Scope
 
 FROM_OR_TO_HOST = ("HtoD", "DtoH")
 COMMS_NAME = "Collective name"
@@ -51,13 +52,24 @@ class Copy(NamedTuple):
     name: str
 
 
-class Transfer(NamedTuple):
-    """One collective.
+@dataclass
+class Transfer:
+    """One collective of one rank.
 
     num_ranks   that take part; None: not in the trace
     ranks       which; None: not in the trace
     group       what tells its group from others where the ranks are not known
     sent_bytes  what a rank has to send, a gather, scatter or all-reduce as a ring does; None: not in the trace
+
+    What other ranks' traces say of it (transfers.py):
+
+    wait_s      for how long from its start this rank only waits for slower ones
+
+    What its seconds count as in its step (summary.py):
+
+    hidden_s    behind work
+    exposed_s   with neither work nor waiting
+    waiting_s   waiting, without work
     """
 
     start_s: float
@@ -68,65 +80,82 @@ class Transfer(NamedTuple):
     ranks: tuple[int, ...] | None
     group: str
     sent_bytes: float | None
+    wait_s: float = 0.0
+    hidden_s: float = 0.0
+    exposed_s: float = 0.0
+    waiting_s: float = 0.0
+
+    @property
+    def moves_s(self) -> float:
+        return self.end_s - self.start_s - self.wait_s
 
 
-class Window(NamedTuple):
-    """One step."""
+@dataclass
+class Step:
+    """A step of one rank, and what its seconds count as, each once (summary.py).
 
-    step: int
+    transfers  those that start in it, in the order of their start
+    work_s     by the part it belongs to
+    copies_s   with neither work nor a transfer
+    idle_s     with nothing at all; `idle_before_s` of it lies before the step's first span
+    """
+
+    number: int
     start_s: float
     end_s: float
+    transfers: list[Transfer] = field(default_factory=list)
+    work_s: defaultdict[Part, float] = field(default_factory=lambda: defaultdict(float))
+    copies_s: float = 0.0
+    idle_s: float = 0.0
+    idle_before_s: float = 0.0
 
 
 class RankSpans(NamedTuple):
-    """All in the order of their start."""
+    """All in the order of their start; `transfers` are those outside the steps, too."""
 
     trace: Trace
-    windows: list[Window]
+    steps: list[Step]
     works: list[Work]
     transfers: list[Transfer]
     copies: list[Copy]
 
 
 def read_spans(trace: Trace) -> RankSpans:
-    """ValueError where nothing in a trace is work or a transfer of the threads that train, and for broken events."""
+    """Read a rank's spans from its trace.
+
+    ValueError where nothing in it is work or a transfer of the threads that train, and for broken events.
+    """
+    spans = RankSpans(trace, [], [], [], [])
     try:
         host = read_host(trace.events)
-        works, transfers, copies = _of_gpu(trace, host) if trace.device == "cuda" else _of_cpu(host)
+        if trace.device == "cuda":
+            _add_of_gpu(spans, host)
+        else:
+            _add_of_cpu(spans, host)
     except BROKEN as error:
         raise unreadable(trace.path, error) from error
-    busy: list[Work | Transfer | Copy] = [*works, *transfers, *copies]
+    busy: list[Work | Transfer | Copy] = [*spans.works, *spans.transfers, *spans.copies]
     if not busy:
         raise ValueError(f"{trace.path} holds neither work nor transfers of the threads that train")
+    spans.works.sort(key=lambda work: work.start_s)
+    spans.transfers.sort(key=lambda transfer: transfer.start_s)
+    spans.copies.sort(key=lambda copy: copy.start_s)
     last_end_s = max(span.end_s for span in busy)
-    windows = _windows(host.steps, on_gpu=trace.device == "cuda", last_end_s=last_end_s)
-    return RankSpans(
-        trace=trace,
-        windows=windows or [Window(0, min(span.start_s for span in busy), last_end_s)],
-        works=sorted(works),
-        transfers=sorted(transfers, key=lambda t: t.start_s),
-        copies=sorted(copies),
-    )
+    for number, event in sorted(host.steps, key=lambda step: step[1].start_s):
+        spans.steps.append(Step(number, event.start_s, event.end_s))
+    if not spans.steps:
+        spans.steps.append(Step(0, min(span.start_s for span in busy), last_end_s))
+    if trace.device == "cuda":  # what a GPU still does behind the last step of the host's clock belongs to that
+        spans.steps[-1].end_s = max(spans.steps[-1].end_s, last_end_s)
+    for transfer in spans.transfers:
+        step = next((step for step in spans.steps if step.start_s <= transfer.start_s < step.end_s), None)
+        if step is not None:
+            step.transfers.append(transfer)
+    return spans
 
 
-class _Spans(NamedTuple):
-    works: list[Work]
-    transfers: list[Transfer]
-    copies: list[Copy]
-
-
-def _windows(steps: Sequence[tuple[int, Event]], *, on_gpu: bool, last_end_s: float) -> list[Window]:
-    """The steps by the host's clock. What a GPU still does behind the last one belongs to that."""
-    by_start = sorted(steps, key=lambda step: step[1].start_s)
-    windows = [Window(number, event.start_s, event.end_s) for number, event in by_start]
-    if on_gpu and windows:
-        windows[-1] = windows[-1]._replace(end_s=max(windows[-1].end_s, last_end_s))
-    return windows
-
-
-def _of_gpu(trace: Trace, host: Host) -> _Spans:
-    spans = _Spans([], [], [])
-    for event in trace.events:
+def _add_of_gpu(spans: RankSpans, host: Host) -> None:
+    for event in spans.trace.events:
         if event.category not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
         context = host.launches.get(event.args.get("correlation", -1), Context())
@@ -137,11 +166,10 @@ def _of_gpu(trace: Trace, host: Host) -> _Spans:
             spans.copies.append(Copy(event.start_s, event.end_s, event.name))
         else:
             spans.works.append(Work(event.start_s, event.end_s, _part(context, event.name), event.name))
-    return spans
 
 
 def _nccl_transfer(event: Event, context: Context, *, in_name: str | None) -> Transfer:
-    """From what the profiler says of a collective, in the kernel or around its launch; old ones say the name alone."""
+    """Read what the profiler says of a collective, in the kernel or around its launch; old ones say the name alone."""
     said = event.args if COMMS_NAME in event.args else context.comms or {}
     op = collective_op(str(said.get(COMMS_NAME, in_name))) or collective_op(in_name or "") or "other"
     num_ranks = whole_number(said["Group size"]) if said.get("Group size") else None
@@ -166,16 +194,19 @@ def _transfer(
     size: int | None,
     given: int | None,
 ) -> Transfer:
-    """A transfer to which this rank gives so many numbers of so many bytes, as far as they are known."""
+    """Make a transfer to which this rank gives so many numbers of so many bytes, as far as they are known."""
     sent = None
     if size is not None and num_ranks is not None and given is not None:
         sent = sent_bytes(op, given_bytes=given * size, num_ranks=num_ranks)
-    part = _transfer_part(context, narrow=size == 1)
+    kind, layer = context.scope or Scope("other")
+    if kind == "experts" and size == 1:
+        kind = "routing"  # ids and weights, which travel as bytes
+    part = Part(kind, layer, context.phase)
     return Transfer(event.start_s, event.end_s, op, part, num_ranks, ranks, group, sent)
 
 
 def _listed_ranks(text: Any, *, num_ranks: int | None) -> tuple[int, ...] | None:
-    """From "[0, 1, 2, 3]"; None where the profiler has left some out, as it does with long lists."""
+    """Read ranks from "[0, 1, 2, 3]"; None where the profiler has left some out, as it does with long lists."""
     if not isinstance(text, str) or not text.strip("[] "):
         return None
     words = text.strip("[] ").split(",")
@@ -184,27 +215,21 @@ def _listed_ranks(text: Any, *, num_ranks: int | None) -> tuple[int, ...] | None
     return tuple(int(word) for word in words)
 
 
-def _of_cpu(host: Host) -> _Spans:
-    works = [Work(e.start_s, e.end_s, _part(context, e.name), e.name) for e, context in host.operators]
-    waiting: dict[tuple[str, int], deque[Placed]] = {}
+def _add_of_cpu(spans: RankSpans, host: Host) -> None:
+    spans.works.extend(Work(e.start_s, e.end_s, _part(context, e.name), e.name) for e, context in host.operators)
+    waiting: defaultdict[tuple[str, int], deque[Placed]] = defaultdict(deque)
     for call in host.calls:
-        waiting.setdefault(_call_key(call.event), deque()).append(call)
-    transfers = []
+        dims, place = call.event.args.get("Input Dims", []), INPUT_ARGUMENT.get(call.event.name, 1)
+        given = _numel(dims[place] if len(dims) > place else [])
+        waiting[collective_op(call.event.name) or "other", given].append(call)
     for event in sorted(host.gloo, key=lambda e: e.start_s):
         op = collective_op(event.name) or "other"
-        queue = waiting.get((op, _numel(event.args.get("Input Dims", []))))
+        queue = waiting[op, _numel(event.args.get("Input Dims", []))]
         # Gloo works on equal calls in their order; what it was given before the recording has no call in the trace.
         known = queue and queue[0].event.start_s <= event.start_s
-        transfer = _gloo_transfer(event, queue.popleft() if queue and known else None, op=op)
+        transfer = _gloo_transfer(event, queue.popleft() if known else None, op=op)
         if transfer.num_ranks != 1:
-            transfers.append(transfer)
-    return _Spans(works, transfers, [])
-
-
-def _call_key(call: Event) -> tuple[str, int]:
-    dims = call.args.get("Input Dims", [])
-    place = INPUT_ARGUMENT.get(call.name, 1)
-    return collective_op(call.name) or "other", _numel(dims[place] if len(dims) > place else [])
+            spans.transfers.append(transfer)
 
 
 def _gloo_transfer(event: Event, call: Placed | None, *, op: str) -> Transfer:
@@ -216,7 +241,7 @@ def _gloo_transfer(event: Event, call: Placed | None, *, op: str) -> Transfer:
 
 
 def _ranks_by_shape(call: Placed | None) -> int | None:
-    """How many ranks' parts the gathered or the scattered tensor holds, of an operator with (output, input)."""
+    """Count the ranks whose parts the gathered or the scattered tensor holds, of an operator with (output, input)."""
     if call is None or call.event.name not in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
         return None
     sizes = sorted(_numel(dims) for dims in call.event.args.get("Input Dims", [])[:2])
@@ -224,7 +249,7 @@ def _ranks_by_shape(call: Placed | None) -> int | None:
 
 
 def sent_bytes(op: str, *, given_bytes: float, num_ranks: int) -> float | None:
-    """What a rank sends that gives so much to a collective: what the algorithm has to send, whatever a backend does.
+    """Return what a rank that gives so much to a collective has to send by the algorithm, whatever a backend does.
 
     Of an exchange even parts are assumed. None where it depends on which end of it a rank is.
     """
@@ -242,14 +267,5 @@ def _numel(dims: Any) -> int:
 
 
 def _part(context: Context, name: str) -> Part:
-    if context.scope is None:
-        return Part(kind_of_kernel(name), None, context.phase)
-    return Part(context.scope.kind, context.scope.layer, context.phase)
-
-
-def _transfer_part(context: Context, *, narrow: bool) -> Part:
-    """What a transfer serves. Single bytes among the experts' are ids and weights, which travel as such."""
-    if context.scope is None:
-        return Part("other", None, context.phase)
-    kind = "routing" if narrow and context.scope.kind == "experts" else context.scope.kind
-    return Part(kind, context.scope.layer, context.phase)
+    kind, layer = context.scope or Scope(kind_of_kernel(name))
+    return Part(kind, layer, context.phase)

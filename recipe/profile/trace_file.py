@@ -57,7 +57,7 @@ class Trace(NamedTuple):
 
 
 def find_traces(places: Sequence[Path]) -> list[Path]:
-    """The trace files among these and, by name with numbers in their order, in these folders.
+    """Return the trace files among these and, by name with numbers in their order, in these folders.
 
     ValueError where there is none.
     """
@@ -86,12 +86,12 @@ def _may_be_trace(path: Path) -> bool:
 
 
 def _in_order(path: Path) -> list[tuple[bool, int, str]]:
-    """Sorts trace_2 before trace_10."""
+    """Return a key that sorts trace_2 before trace_10."""
     return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in re.split(r"(\d+)", path.name)]
 
 
 def read_traces(paths: Sequence[Path]) -> list[Trace]:
-    """All of them in the order of their ranks. ValueError where one is broken, or two are of the same rank."""
+    """Read traces, in the order of their ranks. ValueError where one is broken, or two are of the same rank."""
     traces = [read_trace(path, default_rank=i) for i, path in enumerate(paths)]
     by_rank: dict[int, Trace] = {}
     for trace in traces:
@@ -108,7 +108,7 @@ def read_traces(paths: Sequence[Path]) -> list[Trace]:
 
 
 def read_trace(path: Path, *, default_rank: int = 0) -> Trace:
-    """`default_rank` counts where neither the trace nor its name says which rank's it is.
+    """Read one trace; `default_rank` counts where neither the trace nor its name says which rank's it is.
 
     Raises ValueError for a file that cannot be read, is cut off, or is not the PyTorch profiler's.
     """

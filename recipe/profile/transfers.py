@@ -5,8 +5,7 @@ So the rank with the shortest duration came last, and what the others' durations
 compared with another's. In a broadcast, say, ranks come and go at different times, so nothing is said of waiting there.
 """
 
-import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from recipe.plan.hardware import find_hardware
@@ -25,7 +24,7 @@ class Links(NamedTuple):
     ranks_per_node: int | None = None
 
     def is_between(self, transfer: Transfer) -> bool:
-        """Whether it leaves a node; ranks that are not known are taken for a node's if they fit there."""
+        """Return whether it leaves a node; ranks that are not known are taken for a node's if they fit there."""
         if self.ranks_per_node is None:
             return False
         if transfer.ranks is not None:
@@ -34,16 +33,6 @@ class Links(NamedTuple):
 
     def of(self, route: "Route") -> float | None:
         return self.between if route.between else self.within
-
-
-class Sent(NamedTuple):
-    """One collective of one rank in one step. `moves_s` is its duration without the waiting, its fastest rank's."""
-
-    rank: int
-    step: int
-    transfer: Transfer
-    wait_s: float
-    moves_s: float
 
 
 class Unpaired(NamedTuple):
@@ -56,11 +45,6 @@ class Unpaired(NamedTuple):
     num_calls: dict[int, int]
 
 
-class Matched(NamedTuple):
-    sent: list[Sent]
-    unpaired: list[Unpaired]
-
-
 class Route(NamedTuple):
     """Collectives that are counted together. `between`: nodes, as far as they are known."""
 
@@ -70,54 +54,39 @@ class Route(NamedTuple):
     between: bool = False
 
 
-class BandwidthPoint(NamedTuple):
-    """Collectives of one route and size: the median and the range of what a rank sent in a second."""
-
-    route: Route
-    sent_bytes: float
-    num_calls: int
-    bytes_per_s: float
-    lowest: float
-    highest: float
-    link_bytes_per_s: float | None
-
-
-def match(ranks: Sequence[RankSpans]) -> Matched:
-    """Every collective of every step, with how long its rank waited in it.
+def match(ranks: Sequence[RankSpans]) -> list[Unpaired]:
+    """Set how long its rank waited in every collective; return the groups in which nobody can be held to have waited.
 
     The n-th collective of a group in one rank's trace is the n-th of that group in the others': in the whole trace,
     since the same one may run in one step of one rank's clock and in the next of another's. Where ranks have different
     numbers of them, or a trace does not say which group it was, nobody is held to have waited.
     """
-    found: dict[tuple[str, object], dict[int, list[Transfer]]] = {}
+    groups: dict[tuple[str, object], dict[int, list[Transfer]]] = {}
     for spans in ranks:
         for transfer in spans.transfers:
             key = (transfer.op, _group_key(transfer, trace=spans.trace))
-            found.setdefault(key, {}).setdefault(spans.trace.rank, []).append(transfer)
-    windows = {spans.trace.rank: spans.windows for spans in ranks}
-    matched = Matched([], [])
-    for (op, _), by_rank in found.items():
-        unpaired = _unpaired(op, by_rank, traced=windows.keys())
-        in_pairs = op in AMONG_ALL and unpaired is None
-        sent = []
-        for rank, calls in by_rank.items():
-            for number, transfer in enumerate(calls):
-                window = next((w for w in windows[rank] if w.start_s <= transfer.start_s < w.end_s), None)
-                if window is not None:
-                    at_once = [other[number] for other in by_rank.values()] if in_pairs else [transfer]
-                    moves_s = min(call.end_s - call.start_s for call in at_once)
-                    wait_s = transfer.end_s - transfer.start_s - moves_s
-                    sent.append(Sent(rank, window.step, transfer, wait_s, moves_s))
-        matched.sent.extend(sent)
-        if sent and op in AMONG_ALL and unpaired is not None:
-            matched.unpaired.append(unpaired)
-    return matched
+            groups.setdefault(key, {}).setdefault(spans.trace.rank, []).append(transfer)
+    in_steps = {id(transfer) for spans in ranks for step in spans.steps for transfer in step.transfers}
+    traced = {spans.trace.rank for spans in ranks}
+    found: list[Unpaired] = []
+    for (op, _), by_rank in groups.items():
+        if op not in AMONG_ALL:
+            continue
+        unpaired = _unpaired(op, by_rank, traced=traced)
+        if unpaired is None:
+            for calls in zip(*by_rank.values(), strict=True):
+                moves_s = min(call.end_s - call.start_s for call in calls)
+                for call in calls:
+                    call.wait_s = call.end_s - call.start_s - moves_s
+        elif any(id(call) in in_steps for calls in by_rank.values() for call in calls):
+            found.append(unpaired)
+    return found
 
 
-def _unpaired(op: str, by_rank: Mapping[int, list[Transfer]], *, traced: Collection[int]) -> Unpaired | None:
-    """None where the n-th of one rank are the n-th of the others."""
+def _unpaired(op: str, by_rank: Mapping[int, list[Transfer]], *, traced: set[int]) -> Unpaired | None:
+    """Return None where the n-th of one rank are the n-th of the others."""
     first = next(iter(by_rank.values()))[0]
-    members = by_rank.keys() if first.ranks is None else set(first.ranks) & set(traced)
+    members = by_rank.keys() | (set(first.ranks or ()) & traced)
     num_calls = {rank: len(by_rank.get(rank, ())) for rank in sorted(members)}
     nameless = first.ranks is None and first.num_ranks != 1 and len(num_calls) == 1 < len(traced)
     return Unpaired(op, num_calls) if nameless or len(set(num_calls.values())) > 1 else None
@@ -154,32 +123,8 @@ def _among(transfer: Transfer, *, layout: Layout | None) -> str:
     return f"{num_ranks} ranks"
 
 
-def bandwidth_points(sent: Sequence[Sent], *, links: Links, layout: Layout | None) -> list[BandwidthPoint]:
-    """In the order of their size; without collectives that send nothing or do not say how much."""
-    speeds: dict[tuple[Route, float], list[Sent]] = {}
-    for one in sent:
-        num_bytes = one.transfer.sent_bytes
-        if num_bytes and one.moves_s > 0:
-            speeds.setdefault((route_of(one.transfer, links=links, layout=layout), num_bytes), []).append(one)
-    points = []
-    for (route, num_bytes), calls in speeds.items():
-        rates = sorted(num_bytes / call.moves_s for call in calls)
-        points.append(
-            BandwidthPoint(
-                route=route,
-                sent_bytes=num_bytes,
-                num_calls=len(calls),
-                bytes_per_s=statistics.median(rates),
-                lowest=rates[0],
-                highest=rates[-1],
-                link_bytes_per_s=links.of(route),
-            )
-        )
-    return sorted(points, key=lambda point: point.sent_bytes)
-
-
 def read_links(hardware: str | None, *, bytes_per_s: float | None) -> Links:
-    """`bytes_per_s` wins. Nothing is known where neither is given.
+    """Return the links of a hardware, or of one rate; nothing is known of them where neither is given.
 
     Raises ValueError for hardware that is not known, a rate that is none, and both at once.
     """

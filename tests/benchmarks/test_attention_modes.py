@@ -1,7 +1,6 @@
 """Every way to split attention gives one rank's results and sends what its formula says."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from attention_modes import Answer, Measured, Report, Traffic, solve_alone, summ
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.launching import run_main
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -26,33 +26,24 @@ SIZES = Sizes(num_tokens=24, hidden=32, num_heads=4, num_kv_heads=4, head_size=8
 GROUPED = SIZES._replace(num_heads=8, num_kv_heads=4)
 
 
-def both_answers(rank: int, world_size: int, name: str, sizes: Sizes) -> tuple[Answer, Answer]:
-    """What this rank computes, and its part of what one rank computes."""
-    mode, job = MODES[name], make_job(sizes, group=dist.group.WORLD)
-    return (
-        attention_modes.solve(attention_modes.own_task(mode, job=job)),
-        attention_modes.own_answer(solve_alone(name, sizes=sizes), mode=mode, job=job),
-    )
+def every_mode(rank: int, world_size: int, sizes: Sizes) -> dict[str, tuple[Answer, Answer, Traffic]]:
+    """By mode, what this rank computes, its part of what one rank computes, and what it sends."""
+    job, found = make_job(sizes, group=dist.group.WORLD), {}
+    for name, mode in MODES.items():
+        whole = solve_alone(name, sizes=sizes)
+        got = attention_modes.solve(attention_modes.own_task(mode, job=job))
+        want = attention_modes.own_answer(whole, mode=mode, job=job)
+        found[name] = got, want, attention_modes.measure(name, job=job, whole=whole).sent
+    return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MODES)
-def test_outputs_and_all_gradients_are_those_of_one_rank(name: str, size: int) -> None:
-    for got, want in run_ranks(both_answers, size, name, GROUPED):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-
-
-def measured(rank: int, world_size: int, name: str, sizes: Sizes) -> Measured:
-    return attention_modes.measure(
-        name, job=make_job(sizes, group=dist.group.WORLD), whole=solve_alone(name, sizes=sizes)
-    )
-
-
-@pytest.mark.parametrize(("size", "sizes"), [(2, SIZES), (4, GROUPED)])
-@pytest.mark.parametrize("name", MODES)
-def test_counted_bytes_equal_the_formula(name: str, size: int, sizes: Sizes) -> None:
-    want = formula(name, sizes, num_ranks=size)
-    assert [report.sent for report in run_ranks(measured, size, name, sizes)] == [want] * size
+@pytest.mark.parametrize(("size", "sizes"), [(2, SIZES), (2, GROUPED), (4, GROUPED)])
+def test_every_mode_computes_what_one_rank_does_and_sends_what_its_formula_says(size: int, sizes: Sizes) -> None:
+    for by_mode in run_ranks(every_mode, size, sizes):
+        assert by_mode.keys() == MODES.keys()
+        for name, (got, want, sent) in by_mode.items():
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            assert sent == formula(name, sizes, num_ranks=size), name
 
 
 def test_formulas_of_a_layer_done_by_hand() -> None:
@@ -171,12 +162,19 @@ def test_a_row_is_the_slowest_rank_and_void_where_it_computes_or_sends_something
     assert "void: its result differs" in capsys.readouterr().out
 
 
-def test_the_script_prints_and_writes_every_mode(tmp_path: Path) -> None:
-    script = Path(attention_modes.__file__)
-    words = ["--ranks", "2", "--rate", "1gbit", "--tokens", "128", "--turns", "2", "--json", str(tmp_path / "out.json")]
-    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "void" not in done.stdout
+def test_the_script_prints_and_writes_every_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ranks are processes that have the libraries loaded."""
+
+    def run(ranks: None, command: list[str], *, num_ranks: int) -> int:
+        assert command[:2] == [sys.executable, attention_modes.__file__]
+        return run_main(command[2:], tmp_path, num_ranks=num_ranks, program="attention_modes").returncode
+
+    monkeypatch.setattr(attention_modes.cluster, "run", run)
+    words = ["--ranks", "2", "--rate", "loopback", "--tokens", "128", "--turns", "2"]
+    assert attention_modes.main([*words, "--json", str(tmp_path / "out.json")]) == 0
+    assert "void" not in capsys.readouterr().out
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["mode"] for row in rows] == list(MODES)
     assert all(row["step_s"] > 0 for row in rows)

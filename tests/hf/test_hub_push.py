@@ -11,7 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 from modeling.config import GatherMoeConfig
 from recipe.hf.config import SpecialTokens, config_dict
 from recipe.hf.hub import claim_repository, push_to_hub
-from recipe.hf.model_card import TrainingFacts, model_card, write_model_card
+from recipe.hf.model_card import TrainingFacts, model_card
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.shared.errors import UploadError
@@ -99,8 +99,13 @@ def test_no_token_and_no_network_are_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert hub.made == []
 
 
-def test_the_folder_is_uploaded_as_one_commit_by_the_first_rank(tmp_path: Path) -> None:
+def test_the_folder_is_one_commit_of_the_first_rank_with_nothing_left_of_an_earlier_push(tmp_path: Path) -> None:
+    """That one was of a native type in one file; a reader would open it before the index of the new ones."""
     hub, folder, said = FakeHub(), folder_in(tmp_path), []
+    new = {"config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    for name in new:
+        (folder / name).write_text("{}")
+    hub.files |= {"config.json", "model.safetensors", "model.py", "chat_template.jinja", "evaluation.md"}
 
     def push(ranks: Ranks) -> None:
         say = said.append if ranks.rank == 0 else lambda line: None
@@ -108,19 +113,8 @@ def test_the_folder_is_uploaded_as_one_commit_by_the_first_rank(tmp_path: Path) 
 
     assert on_threads(2, push) == [None, None]
     assert hub.commits == [("me/mine", "Step 6")]
-    assert hub.files == {".gitattributes", "config.json"}
-    assert said == [f"hub: uploading {tmp_path / 'step-6' / 'hf'} to me/mine", "hub: https://hub/me/mine/commit/1"]
-
-
-def test_nothing_of_an_earlier_push_is_left_beside_the_new_weights(tmp_path: Path) -> None:
-    """Of a native type in one file; a reader would open that one before the index of the new ones."""
-    hub, folder = FakeHub(), folder_in(tmp_path)
-    new = {"config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
-    for name in new:
-        (folder / name).write_text("{}")
-    hub.files |= {"config.json", "model.safetensors", "model.py", "chat_template.jinja", "evaluation.md"}
-    push_to_hub("me/mine", folder=folder, step=6, ranks=OneRank(), say=lambda line: None, api=hub)
     assert hub.files == {".gitattributes", "evaluation.md", *new}
+    assert said == [f"hub: uploading {tmp_path / 'step-6' / 'hf'} to me/mine", "hub: https://hub/me/mine/commit/1"]
 
 
 FAILURES = [
@@ -187,25 +181,20 @@ def test_the_front_matter_names_only_what_is_known() -> None:
     assert (data["license"], data["base_model"], data["datasets"]) == ("apache-2.0", "some/base", ["some/text"])
 
 
-def test_paths_of_this_machine_are_not_named(tmp_path: Path) -> None:
+def test_what_is_of_the_hub_is_decided_before_the_run_makes_files_and_paths_are_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    arguments = parse_arguments(["--model_name_or_path=some/base", "--output_dir=some", "--dataset_name=here"])
+    (tmp_path / "some" / "base").mkdir(parents=True)
+    (tmp_path / "here").rmdir()
+    data = ModelCard(model_card(values_of(), facts=TrainingFacts(arguments, "dp=1", 0, 0))).data.to_dict()
+    assert (data["base_model"], data.get("datasets")) == ("some/base", None)
     card = card_of(model_name_or_path=str(tmp_path), dataset_name=str(tmp_path))
     assert not {"base_model", "datasets"} & card.data.to_dict().keys()
     assert str(tmp_path) not in card.content
     assert "Trained on from other weights." in card.text
-
-
-def test_what_is_of_the_hub_is_decided_before_the_run_makes_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["--model_name_or_path=some/base", "--output_dir=some", "--dataset_name=here"]
-    (tmp_path / "here").mkdir()
-    arguments = parse_arguments(words)
-    (tmp_path / "some" / "base").mkdir(parents=True)
-    (tmp_path / "here").rmdir()
-    facts = TrainingFacts(arguments, "dp=1", 0, 0)
-    data = ModelCard(model_card(values_of(), facts=facts)).data.to_dict()
-    assert (data["base_model"], data.get("datasets")) == ("some/base", None)
 
 
 def test_the_text_says_what_the_model_is_and_how_it_was_trained() -> None:
@@ -238,8 +227,3 @@ def test_the_code_to_open_it_can_be_run(kind: str, native: bool, tmp_path: Path)
     with pytest.raises((OSError, ValueError)) as caught:
         exec(compile(code, "card", "exec"), {})
     assert str(tmp_path) in str(caught.value)
-
-
-def test_a_card_is_a_file_of_its_folder(tmp_path: Path) -> None:
-    write_model_card(tmp_path, config=values_of(), facts=TrainingFacts(Arguments(output_dir="x"), "dp=1", 0, 0))
-    assert ModelCard.load(tmp_path / "README.md").data.library_name == "transformers"

@@ -59,12 +59,13 @@ def ids_and_labels() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @EVERY
-def test_logits_loss_and_gradients_match_the_stock_model(name: str, attention: str) -> None:
+def test_all_that_the_stock_model_gives_is_given(name: str, attention: str) -> None:
+    """Logits, loss and gradients; what is given on request; and what its base gives."""
     pair = Pair(name, attention=attention)
     ids, labels = ids_and_labels()
     got, want = (model(input_ids=ids, labels=labels) for model in (pair.ours, pair.stock))
-    torch.testing.assert_close(got.logits, want.logits, atol=FP32_ATOL, rtol=0)
-    torch.testing.assert_close(got.loss, want.loss, atol=FP32_ATOL, rtol=0)
+    assert_close(got.logits, want.logits)
+    assert_close(got.loss, want.loss)
     got.loss.backward()
     want.loss.backward()
     ours, stock = ({key: p.grad for key, p in model.named_parameters()} for model in (pair.ours, pair.stock))
@@ -72,12 +73,6 @@ def test_logits_loss_and_gradients_match_the_stock_model(name: str, attention: s
     assert_all_match(ours, stock)
     assert all(gradient.any() for gradient in ours.values())
 
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@EVERY
-def test_outputs_on_request_are_those_of_the_stock_model_and_of_its_base(name: str, attention: str) -> None:
-    pair = Pair(name, attention=attention)
-    ids, _ = ids_and_labels()
     options = {"output_hidden_states": True, "output_router_logits": True, "output_attentions": attention == "eager"}
     with torch.no_grad():
         got, want = (model(ids, **options) for model in (pair.ours, pair.stock))
@@ -90,11 +85,15 @@ def test_outputs_on_request_are_those_of_the_stock_model_and_of_its_base(name: s
         assert len(got.attentions) == config.num_hidden_layers
         assert got.attentions[0].shape == (3, config.num_attention_heads, 16, 16)
     for field in ("hidden_states", "attentions", "router_logits") if attention == "eager" else ("router_logits",):
-        for ours, theirs in zip(getattr(got, field), getattr(want, field), strict=True):
-            torch.testing.assert_close(ours, theirs.reshape(ours.shape), atol=FP32_ATOL, rtol=0)
-    torch.testing.assert_close(base.last_hidden_state, stock_base.last_hidden_state, atol=FP32_ATOL, rtol=0)
-    for ours, theirs in zip(base.hidden_states, stock_base.hidden_states, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=FP32_ATOL, rtol=0)
+        for one, other in zip(getattr(got, field), getattr(want, field), strict=True):
+            assert_close(one, other.reshape(one.shape))
+    assert_close(base.last_hidden_state, stock_base.last_hidden_state)
+    for one, other in zip(base.hidden_states, stock_base.hidden_states, strict=True):
+        assert_close(one, other)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, atol=FP32_ATOL, rtol=0)
 
 
 def test_outputs_stay_away_unless_asked_for() -> None:
@@ -124,7 +123,7 @@ def test_a_cache_stands_for_the_tokens_it_has_seen() -> None:
             step = pair.ours(ids[:, start:end], cache=cache, use_cache=True)
             parts, cache = [*parts, step.logits], step.cache
     assert cache.get_seq_length() == 16
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=FP32_ATOL, rtol=0)
+    assert_close(torch.cat(parts, dim=1), whole)
     assert pair.ours(ids, use_cache=False).cache is None
 
 

@@ -21,7 +21,7 @@ from tests.static_shapes import NoHostReads, StaticOperators
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 KINDS: dict[str, Callable[[], GatherMoeConfig]] = {
     "mixtral": lambda: tiny_config(qk_norm="none"),
     "qwen3_moe": lambda: mixed_config(qk_norm="head", num_hidden_layers=2),
@@ -142,6 +142,9 @@ def test_a_split_stock_model_is_the_model_of_one_process_and_of_transformers_oth
             check_equal([ours], theirs)
 
 
+ROUTINGS = ("random", "all to the first rank's")
+
+
 class Layer(NamedTuple):
     """What a rank's experts made of its batch, and the gradients; its own experts' alone."""
 
@@ -167,7 +170,7 @@ def tokens_of(batch: int, routing: str, *, num_tokens: int = 7, dtype: torch.dty
     generator = torch.Generator().manual_seed(10 + batch)
     x = torch.randn(num_tokens, 8, dtype=dtype, generator=generator)
     ids = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(num_tokens)])
-    if routing == "all to the first rank's":
+    if routing == ROUTINGS[1]:
         ids = torch.tensor([[1, 0, 2]]).repeat(num_tokens, 1)
     weights = torch.rand(num_tokens, 3, dtype=dtype, generator=generator)
     return [x, ids, weights, torch.randn(num_tokens, 8, dtype=dtype, generator=generator)]
@@ -205,24 +208,24 @@ def split_layer(rank: int, world_size: int, tp: int, name: str, **options: Any) 
     return EPImplementationInterface()[name](experts, *meshes(world_size, tp)), experts
 
 
-def own_layer(rank: int, world_size: int, tp: int, routing: str) -> Layer:
-    return run_layer(*split_layer(rank, world_size, tp, "allgather"), tokens_of(rank // tp, routing))
+def own_layers(rank: int, world_size: int, tp: int) -> list[Layer]:
+    return [run_layer(*split_layer(rank, world_size, tp, "allgather"), tokens_of(rank // tp, r)) for r in ROUTINGS]
 
 
-@pytest.mark.parametrize("routing", ["random", "all to the first rank's"])
 @pytest.mark.parametrize(("size", "tp"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])
-def test_the_layer_is_exact(size: int, tp: int, routing: str) -> None:
+def test_the_layer_is_exact(size: int, tp: int) -> None:
     """Output, and gradients of tokens, routing weights and experts; seven tokens do not divide by two or four."""
-    by_rank = run_ranks(own_layer, size, tp, routing)
-    experts = stock_experts()
-    layers = [run_layer(experts, experts, tokens_of(batch, routing)) for batch in range(size // tp)]
-    for rank, got in enumerate(by_rank):
-        want = layers[rank // tp]
-        torch.testing.assert_close(got.out, want.out, atol=1e-12, rtol=0)
-        # The experts' gradients have gathered over all batches.
-        parts = [g.chunk(size)[rank] for g in layers[-1].grads[2:]]
-        for mine, expected in zip(got.grads, [*want.grads[:2], *parts], strict=True):
-            torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0)
+    by_rank = run_ranks(own_layers, size, tp)
+    for number, routing in enumerate(ROUTINGS):
+        experts = stock_experts()
+        layers = [run_layer(experts, experts, tokens_of(batch, routing)) for batch in range(size // tp)]
+        for rank, got in enumerate(found[number] for found in by_rank):
+            want = layers[rank // tp]
+            torch.testing.assert_close(got.out, want.out, atol=1e-12, rtol=0)
+            # The experts' gradients have gathered over all batches.
+            parts = [g.chunk(size)[rank] for g in layers[-1].grads[2:]]
+            for mine, expected in zip(got.grads, [*want.grads[:2], *parts], strict=True):
+                torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("sizes", [SHARED, OWN], ids=str)
@@ -259,49 +262,54 @@ class StaticExperts(StaticOperators):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def recorded(rank: int, world_size: int, tp: int, routing: str, name: str) -> tuple[list[Operator], list[Collective]]:
+Record = tuple[list[Operator], list[Collective]]
+
+
+def recorded(rank: int, world_size: int, tp: int, name: str) -> list[Record]:
     """What one rank's layer calls with the grouped product for its experts; whatever depends on data raises."""
-    layer = split_layer(rank, world_size, tp, name, implementation="grouped_mm", dtype=torch.float32)
-    tokens = tokens_of(rank // tp, routing, dtype=torch.float32)
-    with NoHostReads(), StaticExperts(), Operators() as seen:
-        run_layer(*layer, tokens)
-    return seen.called, seen.collectives
+    found = []
+    for routing in ROUTINGS:
+        layer = split_layer(rank, world_size, tp, name, implementation="grouped_mm", dtype=torch.float32)
+        tokens = tokens_of(rank // tp, routing, dtype=torch.float32)
+        with NoHostReads(), StaticExperts(), Operators() as seen:
+            run_layer(*layer, tokens)
+        found.append((seen.called, seen.collectives))
+    return found
 
 
-@pytest.mark.parametrize("tp", [2, 1])
-def test_nothing_depends_on_the_routing(tp: int) -> None:
-    spread = run_ranks(recorded, 2, tp, "random", "allgather")
-    piled = run_ranks(recorded, 2, tp, "all to the first rank's", "allgather")
-    assert len(spread[0][0]) > 50
-    assert spread == piled
-    assert spread[0] == spread[1]
+def collectives_of(size: int, tp: int) -> tuple[list[Collective], list[Collective]]:
+    """Those of the forward, and those of the backward in any order.
+
+    Of a shared batch only sums travel. Of two batches of 7 tokens tokens and sums travel once; with two ranks for a
+    batch each takes 4 of them, the last one of them padding.
+    """
+    if tp == size:
+        outputs = gradients = Collective("all_reduce", 7 * 8 * 4)
+        return [outputs], [Collective("all_reduce", 7 * 3 * 4), gradients]
+    tokens = size * -(-7 // tp)
+    check, gathered = Collective("all_gather", size * 8), Collective("all_gather", tokens * 8 * 4)
+    # On gloo a reduce-scatter is an exchange whose parts each rank adds up.
+    summed = Collective("all_to_all", tokens * 8 * 4)
+    in_batch = [Collective("all_gather", tp * -(-7 // tp) * width * 4) for width in (8, 3)] if tp > 1 else []
+    forward = [check, gathered, Collective("all_gather", tokens * 3 * 6), summed, *in_batch[:1]]
+    return forward, [gathered, Collective("all_to_all", tokens * 3 * 4), summed, *in_batch]
+
+
+@pytest.mark.parametrize(("size", "tp"), [(2, 2), (2, 1), (4, 2)])
+def test_nothing_depends_on_the_routing_and_no_more_travels_than_has_to(size: int, tp: int) -> None:
+    by_rank = run_ranks(recorded, size, tp, "allgather")
+    forward, backward = collectives_of(size, tp)
+    for spread, piled in by_rank:
+        assert spread == piled
+        assert len(spread[0]) > 50
+        assert spread[1][: len(forward)] == forward
+        assert sorted(spread[1][len(forward) :]) == sorted(backward)
+    assert size > 2 or by_rank[0] == by_rank[1]  # of two that share a batch of seven one has a padding row
 
 
 def test_the_exchange_of_transformers_reads_counts_on_the_host() -> None:
-    for message in run_ranks(refused, 2, recorded, 1, "random", "all_to_all"):
+    for message in run_ranks(refused, 2, recorded, 1, "all_to_all"):
         assert message == "tolist depends on data"
-
-
-def test_of_a_shared_batch_only_sums_travel() -> None:
-    for _, collectives in run_ranks(recorded, 2, 2, "random", "allgather"):
-        outputs = gradients = Collective("all_reduce", 7 * 8 * 4)
-        assert collectives == [outputs, Collective("all_reduce", 7 * 3 * 4), gradients]
-
-
-@pytest.mark.parametrize(("size", "tp"), [(2, 1), (4, 2)])
-def test_of_several_batches_tokens_and_sums_travel_once(size: int, tp: int) -> None:
-    """Two batches of 7 tokens each; with two ranks for a batch each takes 4 of them, the last one of them padding."""
-    for _, collectives in run_ranks(recorded, size, tp, "random", "allgather"):
-        tokens = size * -(-7 // tp)
-        check = Collective("all_gather", size * 8)
-        gathered = [check, Collective("all_gather", tokens * 8 * 4), Collective("all_gather", tokens * 3 * 6)]
-        # On gloo a reduce-scatter is an exchange whose parts each rank adds up.
-        summed = [Collective("all_to_all", tokens * 8 * 4)]
-        in_batch = [Collective("all_gather", tp * -(-7 // tp) * width * 4) for width in (8, 3)] if tp > 1 else []
-        forward, backward = collectives[: 4 + len(in_batch[:1])], collectives[4 + len(in_batch[:1]) :]
-        assert forward == gathered + summed + in_batch[:1]
-        conjugate = [Collective("all_gather", tokens * 8 * 4), Collective("all_to_all", tokens * 3 * 4), *summed]
-        assert sorted(backward) == sorted(conjugate + in_batch)
 
 
 def refused(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> str:
@@ -323,12 +331,12 @@ def test_unequal_batches_are_refused() -> None:
 def test_local_experts_move_to_the_front_and_the_rest_is_cut() -> None:
     ids = torch.tensor([[7, 4, 0], [5, 1, 4], [0, 1, 2], [4, 5, 6]])
     weights = torch.arange(12.0).view(4, 3)
-    local = keep_local(ids, weights, first_expert=4, num_local=2)
-    assert local.ids_TS.tolist() == [[0, 2], [1, 0], [2, 2], [0, 1]]
-    assert local.weights_TS.tolist() == [[1.0, 0.0], [3.0, 5.0], [0.0, 0.0], [9.0, 10.0]]
-    none = keep_local(ids[2:3], weights[2:3], first_expert=4, num_local=2)
-    assert none.ids_TS.tolist() == [[1, 2]], "one row, so that the rank takes part in the backward"
-    assert none.weights_TS.tolist() == [[0.0, 0.0]]
+    local_ids, local_weights = keep_local(ids, weights, first_expert=4, num_local=2)
+    assert local_ids.tolist() == [[0, 2], [1, 0], [2, 2], [0, 1]]
+    assert local_weights.tolist() == [[1.0, 0.0], [3.0, 5.0], [0.0, 0.0], [9.0, 10.0]]
+    none_ids, none_weights = keep_local(ids[2:3], weights[2:3], first_expert=4, num_local=2)
+    assert none_ids.tolist() == [[1, 2]], "one row, so that the rank takes part in the backward"
+    assert none_weights.tolist() == [[0.0, 0.0]]
 
 
 def test_registering_is_done_once_and_takes_no_name_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,13 @@
 """The probe: lines through readings, the same work as the layers', and a file that the planner reads."""
 
-import argparse
-import importlib
 import itertools
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
+import predicted
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,14 +15,14 @@ import torch.distributed as dist
 from recipe.cli import main
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.launch.start import read_world
-from recipe.measure.collectives import SENDERS, Reading, fit_line, measure_link
-from recipe.measure.command import COMMANDS
-from recipe.measure.probe import Links, _capability, _hardware
+from recipe.measure import command
+from recipe.measure.probe import SENDERS, _capability, _hardware, fit_line, measure_link
 from recipe.measure.products import MAKERS, Random, _product, measure_attention, measure_products
 from recipe.measure.timing import PASS_BYTES, Sizes, Timing, by_case, sizes_for
 from recipe.plan.hardware import PASSES, Link, Measured, find_hardware
 from recipe.plan.transfer_time import STEPS
 from recipe.shared.ranks import OneRank, TorchRanks
+from tests.launching import run_main
 from tests.ranks import run_ranks
 
 SMALL = Sizes(
@@ -44,27 +41,23 @@ def timing() -> Timing:
     return Timing(device="cpu", ranks=OneRank(), rounds=1)
 
 
-def test_a_line_is_found_again() -> None:
-    readings = [Reading(n, 3 * 2e-4 + n / 5e8) for n in (1e3, 1e5, 1e7)]
-    fit = fit_line(readings, num_steps=3)
+def test_a_line_is_found_again_and_the_residual_says_how_far_readings_are_from_it() -> None:
+    fit = fit_line([(n, 3 * 2e-4 + n / 5e8) for n in (1e3, 1e5, 1e7)], num_steps=3)
     assert fit.alpha_s == pytest.approx(2e-4)
     assert fit.bytes_per_s == pytest.approx(5e8)
     assert fit.residual == pytest.approx(0, abs=1e-9)
     assert fit.max_bytes == 1e7
-    steep = fit_line([Reading(1e5, 1e-5), Reading(1e7, 1e-2)], num_steps=1)
+    steep = fit_line([(1e5, 1e-5), (1e7, 1e-2)], num_steps=1)
     assert steep.alpha_s == 0 < steep.bytes_per_s
-
-
-def test_the_residual_says_how_far_readings_are_from_the_line() -> None:
-    readings = [Reading(n, (1e-4 + n / 1e9) * factor) for n, factor in ((1e3, 1.1), (1e5, 0.9), (1e7, 1.1), (1e8, 0.9))]
+    readings = [(n, (1e-4 + n / 1e9) * factor) for n, factor in ((1e3, 1.1), (1e5, 0.9), (1e7, 1.1), (1e8, 0.9))]
     assert 0.05 < fit_line(readings, num_steps=1).residual < 0.15
 
 
 def test_readings_that_make_no_line_are_refused() -> None:
     with pytest.raises(ValueError, match=r"2 transfers of one size make no line"):
-        fit_line([Reading(1e3, 1.0), Reading(1e3, 2.0)], num_steps=1)
+        fit_line([(1e3, 1.0), (1e3, 2.0)], num_steps=1)
     with pytest.raises(ValueError, match=r"larger transfers took no longer than small ones: the machine was too busy"):
-        fit_line([Reading(1e3, 2.0), Reading(1e7, 1.0)], num_steps=1)
+        fit_line([(1e3, 2.0), (1e7, 1.0)], num_steps=1)
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -82,14 +75,11 @@ def test_products_and_attention_are_measured_over_the_grid() -> None:
     for rates in products.values():
         assert {(rate.rows, rate.width) for rate in rates} == grid
         assert all(rate.flops_per_s > 0 for rate in rates)
+    products = measure_products(timing(), replace(SMALL, max_flops=2 * 4 * 16**2), dtype=torch.float32)
+    assert {(rate.rows, rate.width) for rates in products.values() for rate in rates} == {(4, 16)}  # no larger ones
     attention = measure_attention(timing(), SMALL, dtype=torch.bfloat16)
     assert [(rate.length, rate.head_dim) for rate in attention] == [(8, 16), (16, 16)]
     assert all(rate.forward > 0 and rate.backward > 0 for rate in attention)
-
-
-def test_the_largest_products_are_left_out() -> None:
-    products = measure_products(timing(), replace(SMALL, max_flops=2 * 4 * 16**2), dtype=torch.float32)
-    assert {(rate.rows, rate.width) for rates in products.values() for rate in rates} == {(4, 16)}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -177,6 +167,13 @@ def test_two_ranks_write_a_file_that_the_planner_reads(tmp_path: Path, monkeypat
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     out = tmp_path / "hardware.json"
+
+    def start(num_ranks: int, *, words: list[str]) -> int:
+        """In processes that have the libraries loaded."""
+        options = {"program": "recipe.cli", "LOCAL_WORLD_SIZE": str(num_ranks)}
+        return run_main(["probe", *words], tmp_path, num_ranks=num_ranks, **options).returncode
+
+    monkeypatch.setattr(command, "start_processes", start)
     assert main(["probe", "--ranks", "2", "--quick", "--precision", "fp32", "--out", str(out)]) == 0
     hardware = find_hardware(str(out), device="cpu")
     assert hardware.ranks_per_node == 2
@@ -195,7 +192,7 @@ def test_a_link_that_was_not_measured_is_none() -> None:
     measured = measure_products(timing(), SMALL, dtype=torch.float32)
     passes = dict.fromkeys(PASSES, ((1024.0, 1e-06),))
     part = {"fp32": Measured(products=measured, attention=(), passes=passes)}
-    found = _hardware(read_world({}), timing(), links=Links(None, None), measured=part)
+    found = _hardware(read_world({}), timing(), intra=None, inter=None, measured=part)
     assert found.intra is None
     assert found.inter is None
     assert found.sources["intra"] == "not measured: one rank on a node"
@@ -204,37 +201,30 @@ def test_a_link_that_was_not_measured_is_none() -> None:
     assert _capability("cpu") is None
 
 
-def run(*words: str) -> int:
-    command = next(command for command in COMMANDS if command.name == "probe")
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(words))
-
-
-def test_mistakes_are_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match=r"--ranks 0 must be at least 1"):
-        run("--ranks", "0")
-    with pytest.raises(ValueError, match=r"--out .*x.json: .*nowhere is no folder"):
-        run("--out", str(tmp_path / "nowhere" / "x.json"))
-    launched: dict[str, Any] = {"RANK": "1", "WORLD_SIZE": "2"}
-    for name, value in launched.items():
-        monkeypatch.setitem(os.environ, name, value)
-    with pytest.raises(ValueError, match=r"--ranks 2 is for a single process, .* rank 1 of 2; leave it out"):
-        run("--ranks", "2")
+def test_mistakes_are_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched = {"RANK": "1", "WORLD_SIZE": "2"}
+    for words, environment, message in (
+        (("--ranks", "0"), {}, "--ranks 0 must be at least 1"),
+        (("--out", "nowhere/x.json"), {}, "--out nowhere/x.json: nowhere is no folder"),
+        (("--ranks", "2"), launched, "a launcher started this one as rank 1 of 2; leave it out"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.delenv("RANK", raising=False)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            assert main(["probe", *words]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_failing_rank_ends_the_probe(capfd: pytest.CaptureFixture[str]) -> None:
-    from recipe.measure.command import start_processes
-
-    assert start_processes(2, words=["--no-such-flag"]) == 2
+    assert command.start_processes(2, words=["--no-such-flag"]) == 2
     assert "--no-such-flag" in capfd.readouterr().err
 
 
-def test_a_case_without_a_figure_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    predicted = importlib.import_module("predicted")
+def test_a_case_without_a_figure_fails_the_benchmark() -> None:
     good, void = {"ratio": 3.0}, {"void": "ended with exit code 1"}
     assert predicted.exit_code({"loopback": [good]}) == 0
     assert predicted.exit_code({"loopback": [good], "1gbit": [good, void]}) == 1

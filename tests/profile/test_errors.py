@@ -9,8 +9,6 @@ import pytest
 
 from recipe import cli
 from recipe.profile import command
-from recipe.profile.account import memory_line
-from recipe.profile.spans import read_spans
 from recipe.profile.trace_file import read_trace
 from recipe.profile.transfers import read_links
 from tests.profile_traces import comms, event, gpu_events, kernel, write_gpu_traces, write_trace
@@ -66,6 +64,8 @@ def test_a_trace_that_is_broken_gets_one_message(tmp_path: Path, capfd: pytest.C
         said = refusal(capfd, tmp_path / name, out=tmp_path / "out")
         assert f"{tmp_path / name} " in said
         assert message in said, (name, said)
+    with pytest.raises(ValueError, match="cannot be read: "):
+        read_trace(tmp_path)
 
 
 def odd_call(odd: dict[str, Any], **fields: Any) -> bytes:
@@ -105,11 +105,6 @@ def test_places_without_traces_are_refused(tmp_path: Path, capfd: pytest.Capture
     assert (code, "keep one of both" in said) == (2, True)
     waits = write_trace(tmp_path / "waits.json", [event("c10d::allreduce_", "cpu_op", 0, 5)])
     assert "holds neither work nor transfers" in refusal(capfd, waits, out=out)
-
-
-def test_an_unreadable_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read: "):
-        read_trace(tmp_path)
 
 
 def test_traces_that_do_not_belong_together_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -191,9 +186,3 @@ def _refused_run(capfd: pytest.CaptureFixture[str], out: Path, *flags: str) -> s
     code, said = profile(capfd, "--out", out, "--", "--config_name", "demo", *flags)
     assert code == 2
     return said
-
-
-def test_a_trace_without_memory_has_no_line(tmp_path: Path) -> None:
-    step = event("ProfilerStep#1", "user_annotation", 100, 200)
-    trace = read_trace(write_trace(tmp_path / "t.json", [step, event("aten::mm", "cpu_op", 110, 120)]))
-    assert memory_line(read_spans(trace)) is None

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from modeling.execution import Execution
-from recipe.profile.account import account_for
 from recipe.profile.host import collective_op, dtype_bytes, kind_of_kernel, module_scope
 from recipe.profile.report import find_savings
-from recipe.profile.spans import Copy, Part, Transfer, Window, Work, sent_bytes
+from recipe.profile.spans import Copy, Part, Step, Transfer, Work, sent_bytes
+from recipe.profile.summary import account
 from recipe.profile.trace_file import read_trace
 from recipe.profile.transfers import Links, Route, route_of
 from recipe.shared.scopes import Scope
@@ -29,6 +29,7 @@ from tests.profile_traces import (
     launch,
     memory,
     take_apart,
+    time_in_us,
     write_gpu_traces,
     write_ranks,
     write_trace,
@@ -37,7 +38,7 @@ from tests.profile_traces import (
 
 def test_every_moment_of_a_step_is_accounted_for_once(tmp_path: Path) -> None:
     summary = take_apart(write_gpu_traces(tmp_path))
-    rows: dict[Any, list[float]] = {(r.state, r.part and tuple(r.part), r.op): in_us(r.seconds) for r in summary.time}
+    rows = time_in_us(summary)
     assert rows == {
         ("work", ("attention", 0, "forward"), None): [200, 200],
         ("work", ("experts", 0, "forward"), None): [100, 100],
@@ -99,7 +100,7 @@ def test_the_busiest_rank_is_found(tmp_path: Path) -> None:
 def test_memory_follows_the_allocator_of_the_gpu(tmp_path: Path) -> None:
     first, second = take_apart(write_gpu_traces(tmp_path)).memory
     assert (first.rank, second.rank, first.on_gpu, first.whole, first.peak_bytes) == (0, 1, True, True, 6144)
-    points = [(round(p.time_s * 1e6), p.num_bytes) for p in first.points]
+    points = [(round(time_s * 1e6), num_bytes) for time_s, num_bytes in first.points]
     assert points == [(0, 3584), (90, 4096), (400, 6144), (960, 4096), (1000, 4096)]
 
 
@@ -115,7 +116,7 @@ def test_memory_that_the_first_step_begins_with_is_in_its_line(tmp_path: Path) -
         ([memory(300, -4000, 6000), memory(400, 9000, 15_000)], [(0, 10_000), (300, 6000), (400, 15_000)], 15_000),
     ):
         [line] = take_apart(write_trace(tmp_path / "trace.json", [*events, *more])).memory
-        assert [(round(p.time_s * 1e6), p.num_bytes) for p in line.points][: len(points)] == points
+        assert [(round(time_s * 1e6), num_bytes) for time_s, num_bytes in line.points][: len(points)] == points
         assert line.peak_bytes == peak
 
 
@@ -133,8 +134,7 @@ def test_a_trace_of_another_program_is_read_by_modules_and_kernel_names(tmp_path
         kernel("vectorized_elementwise_kernel", 79, 150, 160),
     ]
     summary = take_apart(write_trace(tmp_path / "foreign.json", events))
-    rows = {(r.state, r.part and tuple(r.part), r.op): in_us(r.seconds) for r in summary.time}
-    assert rows == {
+    assert time_in_us(summary) == {
         ("work", ("attention", 3, "forward"), None): [30],
         ("work", ("dense", 3, "forward"), None): [40],
         ("work", ("attention", None, "forward"), None): [20],
@@ -145,7 +145,7 @@ def test_a_trace_of_another_program_is_read_by_modules_and_kernel_names(tmp_path
     }
     assert summary.transfers[0].sent_bytes is None
     assert summary.transfers[0].route.among == "unknown ranks"
-    assert summary.points == []
+    assert (summary.points, summary.memory) == ([], [])
     assert any("do not say how much they carry" in note for note in summary.notes)
     assert any("marked no steps" in note for note in summary.notes)
     assert any("one rank alone" in note for note in summary.notes)
@@ -170,12 +170,11 @@ def test_recomputation_is_a_phase_of_its_own(tmp_path: Path) -> None:
         event("aten::add_", "cpu_op", 91, 95, tid=200),
     ]
     summary = take_apart(write_trace(tmp_path / "recompute.json", events))
-    rows = {row.part and tuple(row.part): in_us(row.seconds) for row in summary.time if row.state == "work"}
-    assert rows == {
-        ("experts", 1, "forward"): [6],
-        ("experts", 1, "recompute"): [10],
-        ("experts", 1, "backward"): [15],
-        ("gradients", None, "backward"): [4],
+    assert time_in_us(summary, state="work") == {
+        ("work", ("experts", 1, "forward"), None): [6],
+        ("work", ("experts", 1, "recompute"), None): [10],
+        ("work", ("experts", 1, "backward"), None): [15],
+        ("work", ("gradients", None, "backward"), None): [4],
     }
     [keep] = [s for s in find_savings(summary) if s.title.startswith("Keep")]
     assert (in_us([keep.seconds]), keep.title) == ([10], "Keep activations: 10.0 µs of recomputation")
@@ -202,8 +201,10 @@ def test_a_number_of_what_is_computed_again_does_not_take_the_place_of_the_forwa
         kernel("gemm", 2, 130, 180),
     ]
     summary = take_apart(write_trace(tmp_path / "trace.json", events))
-    rows = {row.part and tuple(row.part): in_us(row.seconds) for row in summary.time if row.state == "work"}
-    assert rows == {("experts", 1, "backward"): [30], ("attention", 0, "backward"): [50]}
+    assert time_in_us(summary, state="work") == {
+        ("work", ("experts", 1, "backward"), None): [30],
+        ("work", ("attention", 0, "backward"), None): [50],
+    }
 
 
 def test_transfers_are_known_by_what_they_carry_and_copies_by_where_they_go(tmp_path: Path) -> None:
@@ -220,64 +221,46 @@ def test_transfers_are_known_by_what_they_carry_and_copies_by_where_they_go(tmp_
         event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 500, 600, tid=7, correlation=6),
     ]
     summary = take_apart(write_trace(tmp_path / "rank-0.json", [*events, kernel("k", 7, 990, 1000)]))
-    rows = {(r.state, r.part and r.part.kind, r.op): in_us(r.seconds) for r in summary.time}
-    assert rows == {
-        ("exposed", "other", "all_reduce"): [200],
-        ("work", "gradients", None): [100],
-        ("work", "other", None): [110],
+    assert time_in_us(summary) == {
+        ("exposed", ("other", None, "forward"), "all_reduce"): [200],
+        ("work", ("gradients", None, "backward"), None): [100],
+        ("work", ("other", None, "forward"), None): [110],
         ("copies", None, None): [200],
         ("idle", None, None): [390],
     }
 
 
-@pytest.mark.parametrize(
-    ("stage", "advice"),
-    [
-        (1, "More gradient_accumulation_steps than 4 make them a smaller share"),
-        (2, "ZeRO-2 sums gradients in every micro-batch: more tokens in one"),
-        (3, "ZeRO-3 gathers weights and sums gradients in every micro-batch: more tokens in one"),
-    ],
-)
-def test_what_makes_sums_of_gradients_rarer_depends_on_the_stage(tmp_path: Path, stage: int, advice: str) -> None:
-    facts = {"execution": asdict(Execution()), "zero_stage": stage, "accumulation": 4}
-    given = comms("allreduce", given=10**6, taken=10**6)
-    events = []
-    for i, scope in enumerate(("gradients", "optimizer")):
-        events += [
-            event(f"gather_moe/{scope}", "user_annotation", 100 * i, 100 * i + 50),
-            launch(i, 100 * i + 10),
-            kernel("ncclDevKernel_AllReduce", i, 300 * i, 300 * i + 200 + 50 * i, stream=20, **given),
-        ]
-    trace = write_trace(tmp_path / "rank-0.json", [*events, kernel("k", 9, 990, 1000)], gather_moe=facts)
-    words = {
-        saving.title.split()[-3]: saving.words for saving in find_savings(take_apart(trace)) if "Hide" in saving.title
-    }
-    assert advice in words["gradients"]
-    assert "More gradient_accumulation_steps" in words["optimizer"]  # which comes once a step in any stage
+PLAIN, OVERLAPPED = ({"execution": asdict(Execution(overlap=overlap))} for overlap in (False, True))
+RARER = "More gradient_accumulation_steps than 4 make them a smaller share"
 
 
 @pytest.mark.parametrize(
-    ("facts", "advice"),
+    ("scope", "facts", "advice"),
     [
-        ({"execution": asdict(Execution())}, 'Set "overlap": true'),
-        ({"execution": asdict(Execution(overlap=True))}, "More tokens in a micro-batch make it a smaller share"),
+        ("gradients", {**PLAIN, "zero_stage": 1}, RARER),
+        ("gradients", {**PLAIN, "zero_stage": 2}, "ZeRO-2 sums gradients in every micro-batch: more tokens in one"),
+        ("gradients", {**PLAIN, "zero_stage": 3}, "ZeRO-3 gathers weights and sums gradients in every micro-batch: m"),
+        ("optimizer", {**PLAIN, "zero_stage": 3}, RARER),  # comes once a step in any stage
+        ("layers/0/attention", PLAIN, 'Set "overlap": true'),
+        ("layers/0/attention", OVERLAPPED, 'Try another "overlap_chunks" (chosen for the link it assumes), 2 say'),
+        ("layers/0/router", OVERLAPPED, "More tokens in a micro-batch make it a smaller share"),
         # As traces said it before they had "execution".
-        ({"parallel": {"wire": {"overlap": False}, "cuda_graph": False}}, 'Set "overlap": true'),
-        ({}, "Start them before the work that does not need them"),
+        ("head", {"parallel": {"wire": {"overlap": False}, "cuda_graph": False}}, 'Set "overlap": true'),
+        ("head", {}, "Start them before the work that does not need them"),
     ],
 )
-def test_what_hides_a_transfer_depends_on_how_the_steps_were_executed(
-    tmp_path: Path, facts: dict[str, Any], advice: str
+def test_what_hides_a_transfer_or_makes_it_rarer_depends_on_how_the_steps_were_executed(
+    tmp_path: Path, scope: str, facts: dict[str, Any], advice: str
 ) -> None:
-    given = comms("reduce_scatter", given=10**6, taken=10**6)
+    given = comms("allreduce", given=10**6, taken=10**6)
     events = [
-        event("gather_moe/layers.0.self_attn", "user_annotation", 0, 50),
+        event(f"gather_moe/{scope}", "user_annotation", 0, 50),
         launch(0, 10),
-        kernel("ncclDevKernel_ReduceScatter", 0, 0, 200, stream=20, **given),
+        kernel("ncclDevKernel_AllReduce", 0, 0, 200, stream=20, **given),
         kernel("k", 9, 990, 1000),
     ]
-    trace = write_trace(tmp_path / "rank-0.json", events, gather_moe=facts)
-    [words] = [saving.words for saving in find_savings(take_apart(trace)) if "reduce-scatter" in saving.title]
+    trace = write_trace(tmp_path / "rank-0.json", events, gather_moe=facts and {**facts, "accumulation": 4})
+    [words] = [saving.words for saving in find_savings(take_apart(trace)) if "all-reduce" in saving.title]
     assert advice in words
 
 
@@ -297,21 +280,19 @@ def test_names_of_collectives() -> None:
     assert [collective_op(name) for name in others] == ["all_to_all", "send_recv", None]
 
 
-def test_names_of_types_kernels_and_modules() -> None:
+def test_names_of_types_and_kernels() -> None:
     assert [dtype_bytes(n) for n in ("c10::BFloat16", "long int", "unsigned char", "Float", "?")] == [2, 8, 1, 4, None]
     kinds = [kind_of_kernel(n) for n in ("pytorch_flash::flash_fwd", "multi_tensor_apply", "sm90_xmma_gemm", "copy")]
     assert kinds == ["attention", "optimizer", "products", "other"]
-    assert module_scope("nn.Module: Qwen3MoeDecoderLayer_11") == Scope("norms", 11)
-    assert module_scope("nn.Module: Qwen3MoeSparseMoeBlock_11") == Scope("experts")
-    assert module_scope("nn.Module: Linear_4") is None
 
 
 def test_a_models_name_in_that_of_a_module_says_nothing() -> None:
-    of_qwen = ("RMSNorm", "RotaryEmbedding", "ForCausalLM", "Model", "Attention", "TopKRouter")
-    kinds = ["norms", "embedding", "head", "embedding", "attention", "router"]
-    assert [module_scope(f"nn.Module: Qwen3Moe{name}_7") for name in of_qwen] == [Scope(kind) for kind in kinds]
-    others = {"GPT2LMHeadModel": "head", "OlmoeSparseMoeBlock": "experts", "LayerNormMLP": "dense"}
-    assert {name: module_scope(f"nn.Module: {name}_7") for name in others} == {n: Scope(k) for n, k in others.items()}
+    of_qwen = {"RMSNorm": "norms", "RotaryEmbedding": "embedding", "ForCausalLM": "head", "Model": "embedding"}
+    of_qwen |= {"Attention": "attention", "TopKRouter": "router", "SparseMoeBlock": "experts"}
+    others = {"GPT2LMHeadModel": "head", "OlmoeSparseMoeBlock": "experts", "LayerNormMLP": "dense", "Linear": None}
+    for name, kind in ({f"Qwen3Moe{name}": kind for name, kind in of_qwen.items()} | others).items():
+        assert module_scope(f"nn.Module: {name}_7") == (kind and Scope(kind)), name
+    assert module_scope("nn.Module: Qwen3MoeDecoderLayer_11") == Scope("norms", 11)
 
 
 @pytest.mark.parametrize("lag", [0, 200, 900])
@@ -417,36 +398,34 @@ LAST = 60
 
 def some_intervals(random: random.Random, most: int) -> list[tuple[int, int]]:
     starts = [random.randrange(LAST) for _ in range(random.randrange(most + 1))]
-    return [(start, min(LAST, start + random.randrange(12))) for start in starts]
+    return sorted((start, min(LAST, start + random.randrange(12))) for start in starts)
 
 
 def test_the_account_of_a_step_is_that_of_its_units() -> None:
-    window = Window(1, 10, 50)
     for seed in range(200):
         generator = random.Random(seed)
         part = Part("a", None, "forward")
-        works = [Work(s, e, part, "") for s, e in sorted(some_intervals(generator, 6))]
+        works = [Work(s, e, part, "") for s, e in some_intervals(generator, 6)]
         transfers = [
-            Transfer(s, e, "all_gather", part, 2, (0, 1), "", 1.0) for s, e in sorted(some_intervals(generator, 5))
+            Transfer(s, e, "all_gather", part, 2, (0, 1), "", 1.0, wait_s=generator.randrange(6))
+            for s, e in some_intervals(generator, 5)
         ]
-        waits = [generator.randrange(6) for _ in transfers]
         copies = [Copy(s, e, "") for s, e in some_intervals(generator, 3)]
-        account = account_for(window, works=works, transfers=transfers, waits_s=waits, copies=copies)
+        step = Step(1, 10, 50, transfers)
+        account(step, works=works, copies=copies)
 
         counted: Counter[str] = Counter()
         for unit in range(10, 50):
-            at = [t for t in zip(transfers, waits, strict=True) if t[0].start_s <= unit < t[0].end_s]
-            moving = any(unit >= t.start_s + wait for t, wait in at)
+            at = [t for t in transfers if t.start_s <= unit < t.end_s]
             if any(w.start_s <= unit < w.end_s for w in works):
                 counted["work"] += 1
                 counted["hidden"] += bool(at)
             elif at:
-                counted["exposed" if moving else "waiting"] += 1
+                counted["exposed" if any(unit >= t.start_s + t.wait_s for t in at) else "waiting"] += 1
             else:
                 counted["copies" if any(c.start_s <= unit < c.end_s for c in copies) else "idle"] += 1
-        sums = {name: sum(getattr(account, name).values()) for name in ("work", "hidden", "exposed", "waiting")}
-        assert sums | {"copies": account.copies, "idle": account.idle} == {
-            name: counted[name] for name in ("work", "hidden", "exposed", "waiting", "copies", "idle")
-        }
+        sums = {name: sum(getattr(t, f"{name}_s") for t in transfers) for name in ("hidden", "exposed", "waiting")}
+        sums |= {"work": sum(step.work_s.values()), "copies": step.copies_s, "idle": step.idle_s}
+        assert sums == {name: counted[name] for name in sums}
         starts = [s.start_s for s in (*works, *transfers, *copies) if s.end_s > max(10, s.start_s)]
-        assert account.idle_before == min((max(start, 10) for start in starts if start < 50), default=50) - 10
+        assert step.idle_before_s == min((max(start, 10) for start in starts if start < 50), default=50) - 10

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from recipe.profile.report import TIMELINE_NAME, as_json, as_page, find_savings, write_report
-from recipe.profile.summary import Summary, summarise
-from recipe.profile.trace_file import find_traces, read_traces
+from recipe.profile.summary import Summary
 from recipe.profile.transfers import Links
 from tests.profile_traces import gpu_events, kernel, take_apart, write_gpu_traces, write_trace
 
@@ -26,24 +25,20 @@ START_S = 60.0
 
 @pytest.fixture
 def summary(tmp_path: Path) -> Summary:
-    traces = read_traces(find_traces([write_gpu_traces(tmp_path / "traces")]))
-    return summarise(traces, links=Links(within=40e6))
+    return take_apart(write_gpu_traces(tmp_path / "traces"))
 
 
-def test_the_page_holds_its_data_and_asks_for_nothing(summary: Summary, tmp_path: Path) -> None:
+def test_the_page_holds_the_json_and_asks_for_nothing(summary: Summary, tmp_path: Path) -> None:
     summary = summary._replace(facts={"model": "</script><b>&"})
-    page = write_report(summary, folder=tmp_path / "new").page.read_text()
+    page = write_report(summary, folder=tmp_path / "new").read_text()
     assert not re.search(r"(src|href)=\"(?!data:,)|@import|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
     assert "{{" not in page
     assert page.count("</script>") == 2
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
     assert data is not None
-    assert json.loads(data[1]) == json.loads((tmp_path / "new" / "profile.json").read_text())
+    content = json.loads((tmp_path / "new" / "profile.json").read_text())
+    assert json.loads(data[1]) == content
     assert "default-src 'none'" in page
-
-
-def test_the_json_says_all_that_the_page_shows(summary: Summary) -> None:
-    content = as_json(summary)
     assert content["step_s"] == pytest.approx(1e-3)
     assert [saving["title"] for saving in content["savings"]] == [s.title for s in find_savings(summary)]
     route = {"op": "reduce_scatter", "purpose": "attention", "among": "2 ranks", "between": False}
@@ -165,7 +160,7 @@ def requests_of(browser: Browser) -> list[str]:
 def test_a_browser_draws_every_chart_without_an_error_or_a_request(
     summary: Summary, browser: Browser, tmp_path: Path
 ) -> None:
-    page = write_report(summary, folder=tmp_path).page
+    page = write_report(summary, folder=tmp_path)
     browser.open(page)
     assert browser.run("return document.documentElement.dataset.drawn") == "true"
     for name in FIGURES:
@@ -192,7 +187,7 @@ def test_a_browser_draws_every_chart_without_an_error_or_a_request(
 
 @pytest.mark.browser
 def test_the_page_answers_to_its_reader(summary: Summary, browser: Browser, tmp_path: Path) -> None:
-    browser.open(write_report(summary, folder=tmp_path).page)
+    browser.open(write_report(summary, folder=tmp_path))
     browser.run("document.querySelectorAll('#phases button')[2].click()")
     assert browser.run("return document.querySelector('#phases [aria-pressed=true]').textContent") == "backward"
     assert "experts" not in browser.run("return document.querySelector('#layers .legend').textContent")
@@ -208,8 +203,8 @@ def test_the_page_answers_to_its_reader(summary: Summary, browser: Browser, tmp_
 def test_a_page_with_hardly_anything_in_it_is_drawn(browser: Browser, tmp_path: Path) -> None:
     """One rank, no layers, no transfers, no memory; then sixteen times as many ranks as the charts have rows for."""
     bare = [e for e in gpu_events(0) if e["cat"] == "kernel" and "nccl" not in e["name"]]
-    summary = summarise(read_traces([write_trace(tmp_path / "bare.json", bare)]), links=Links())
-    browser.open(write_report(summary, folder=tmp_path / "bare").page)
+    summary = take_apart(write_trace(tmp_path / "bare.json", bare), links=Links())
+    browser.open(write_report(summary, folder=tmp_path / "bare"))
     assert browser.run("return document.querySelectorAll('.nothing').length") >= 3
     many = as_json(summary)
     many["ranks"] = list(range(1024))
