@@ -275,7 +275,7 @@ class Fp8GatherInChunks(GatherInChunks):
 
     e4m3 with a float32 scale per token: the largest number of a token becomes e4m3's largest, 448, so nothing overflows
     (FP8 formats, 2209.05433, §3). For normally distributed tokens the rounding error is 2.6 % of the root mean square,
-    and 3.8 % after an expert with random weights; with bfloat16 it is 0.17 % and 0.24 % (test_fp8.py measures all
+    and 3.8 % after an expert with random weights; with bfloat16 it is 0.17 % and 0.24 % (test_comm.py measures all
     four). Only the way to the experts is rounded: sums home, and every gradient, travel as they are, and the gradient
     of the rounding is taken for 1.
     """

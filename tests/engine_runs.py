@@ -173,9 +173,12 @@ def make_mesh(config: GatherMoeConfig, case: Case) -> ParallelMesh:
     return build_mesh(case.layout, num_key_value_heads=config.num_key_value_heads)
 
 
-def mesh_without_groups(layout: ParallelLayout, rank: int = 0) -> ParallelMesh:
-    """Make the mesh of one rank by itself: enough to build modules and to compute what no other rank is asked for."""
-    return ParallelMesh(layout=layout, rank=rank, tp_group=None, dp_group=None, kv_group=None)
+def mesh_without_groups(layout: ParallelLayout, rank: int = 0, *, group: Any = None) -> ParallelMesh:
+    """Make the mesh of one rank by itself: enough to build modules and to compute what no other rank is asked for.
+
+    group  anything in place of the group: whole models are built as a shared one is
+    """
+    return ParallelMesh(layout=layout, rank=rank, tp_group=group, dp_group=None, kv_group=None)
 
 
 def model_with(

@@ -8,7 +8,7 @@ import torch
 
 from modeling.model import GatherMoeForCausalLM
 from recipe.hf.fine_tuning import lora_targets
-from tests.referee import Batch, Tensors
+from tests.referee import Tensors
 
 Exported = Callable[[str], Path]  # the fixture `exported`
 FILE = "adapter_model.safetensors"
@@ -51,28 +51,12 @@ def training_arguments(folder: Path, **options: Any) -> Any:
     return TrainingArguments(**values | options)
 
 
-def trainer(model: Any, arguments: Any, *, batch: Batch | None = None) -> Any:
-    """Make Hugging Face's Trainer, on `ids` if no batch is given."""
+def trainer(model: Any, arguments: Any) -> Any:
+    """Make Hugging Face's Trainer, on `ids`."""
     from transformers import Trainer
 
-    inputs, labels = (ids(), ids()) if batch is None else (batch.ids, batch.labels)
-    rows: Any = [{"input_ids": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]
+    rows: Any = [{"input_ids": row, "labels": row} for row in ids()]
     return Trainer(model=model, args=arguments, train_dataset=rows)
-
-
-def train_in_trainer(model: Any, batch: Batch, *, folder: Path, accumulation: int = 1, **options: Any) -> float:
-    """Take one optimizer step of Trainer on the whole batch, in this process; return the loss that it logs."""
-    values: dict[str, Any] = {
-        "max_steps": 1,
-        "lr_scheduler_type": "constant",
-        "per_device_train_batch_size": len(batch.ids) // accumulation,
-        "gradient_accumulation_steps": accumulation,
-        "adam_epsilon": 1e-8,
-    }
-    arguments = training_arguments(folder, **values | options)
-    run = trainer(model, arguments, batch=batch)
-    run.train()
-    return run.state.log_history[0]["loss"]
 
 
 def plain_settings(stage: int, *, num_sequences: int) -> dict[str, Any]:

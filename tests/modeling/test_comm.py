@@ -1,15 +1,18 @@
-"""Transfers and collectives against autograd on one process: what they return, and what their backward sends where."""
+"""Transfers and collectives against autograd on one process: what they return, what they send, and tokens in 8 bits."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling.comm import (
+    FP8_LARGEST,
     Chunks,
     GatherInChunks,
     ScatterInChunks,
@@ -17,6 +20,7 @@ from modeling.comm import (
     cut_in_chunks,
     gather_routing,
     gather_tokens,
+    pack_fp8,
     scatter_tokens,
     start_gather,
     start_scatter,
@@ -24,13 +28,20 @@ from modeling.comm import (
     sum_over_group,
     tokens_again,
     total_over_group,
+    unpack_fp8,
     wide,
 )
 from modeling.cost import LINKS, MAX_CHUNKS, choose_num_chunks
 from modeling.execution import Execution
+from modeling.layout import ParallelLayout
 from modeling.linear import gather_linear, linear_scatter
+from modeling.mesh import build_mesh
+from modeling.moe import GatherMoeSparseBlock
+from modeling.router import Routing
+from tests.engine_runs import slow
 from tests.ranks import run_ranks
 from tests.recording import Collective, Operators
+from tests.referee import tiny_config
 
 TOKENS, HIDDEN = 7, 4  # per rank; 7 tokens do not divide into 2 or 3 chunks
 
@@ -41,15 +52,6 @@ def everyones(world_size: int, *shape: int, seed: int = 5) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(world_size)]
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 7])
-def test_chunks_cover_every_token_once(num_chunks: int) -> None:
-    chunks = Chunks(TOKENS, None, num_chunks, False)
-    tokens = torch.arange(TOKENS)
-    parts = [tokens[chunks.rows(k)] for k in range(num_chunks)]
-    assert torch.equal(torch.cat(parts), tokens)
-    assert min(len(part) for part in parts) >= TOKENS // num_chunks
-
-
 def _orders(rank: int, world_size: int, num_chunks: int) -> None:
     chunks = Chunks(TOKENS, dist.group.WORLD, num_chunks, False)
     rows = torch.arange(world_size * TOKENS)
@@ -57,6 +59,7 @@ def _orders(rank: int, world_size: int, num_chunks: int) -> None:
     assert torch.equal(chunks.to_token_order(ordered), rows)
     for k in range(num_chunks):
         want = torch.cat([torch.arange(TOKENS)[chunks.rows(k)] + r * TOKENS for r in range(world_size)])
+        assert len(want) >= TOKENS // num_chunks * world_size
         assert torch.equal(ordered[chunks.gathered_rows(k)], want)
         assert torch.equal(chunks.pick(rows, k), want)
 
@@ -79,15 +82,12 @@ def _gathers_and_scatters(rank: int, world_size: int, num_chunks: int, overlap: 
     torch.testing.assert_close(scatter.finish(), torch.stack(partials).sum(0).chunk(world_size)[rank])
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("num_chunks", [1, 3])
-def test_tokens_arrive_and_sums_come_home(num_chunks: int, overlap: bool) -> None:
-    run_ranks(_gathers_and_scatters, 2, num_chunks, overlap)
-
-
-@pytest.mark.slow
-def test_tokens_arrive_and_sums_come_home_on_four_ranks() -> None:
-    run_ranks(_gathers_and_scatters, 4, 2, True)
+@pytest.mark.parametrize(
+    ("world_size", "num_chunks", "overlap"),
+    [(2, 1, False), (2, 1, True), (2, 3, False), (2, 3, True), (2, TOKENS, True), slow(4, 2, True)],
+)
+def test_tokens_arrive_and_sums_come_home(world_size: int, num_chunks: int, overlap: bool) -> None:
+    run_ranks(_gathers_and_scatters, world_size, num_chunks, overlap)
 
 
 def _any_layout(rank: int, world_size: int) -> None:
@@ -100,16 +100,6 @@ def _any_layout(rank: int, world_size: int) -> None:
 
 def test_transfers_take_tensors_of_any_type_and_layout() -> None:
     run_ranks(_any_layout, 2)
-
-
-def _rounded_once(rank: int, world_size: int) -> float:
-    parts = torch.full((world_size, 1), 1.0 if rank == 0 else 3 * 2.0**-10, dtype=torch.bfloat16)
-    return start_scatter(parts, dist.group.WORLD).finish().item()
-
-
-def test_partial_sums_in_bfloat16_are_rounded_once() -> None:
-    """1 + 9 * 2**-10 is nearest to 1 + 2**-7; added one by one each part would be lost."""
-    assert run_ranks(_rounded_once, 4) == [1 + 2.0**-7] * 4
 
 
 def _products(rank: int, world_size: int, num_chunks: int, overlap: bool, regather: bool) -> None:
@@ -234,7 +224,7 @@ def _cut(rank: int, world_size: int) -> list[int]:
     return [chunks.num_chunks for chunks in cut]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_tokens_are_cut_by_what_is_sent_or_as_told_and_never_below_a_token(world_size: int) -> None:
     sent_bytes = (world_size - 1) * 2048 * 512 * 4
     assert run_ranks(_cut, world_size) == [[1, choose_num_chunks(sent_bytes, device="cpu"), 5, 3, 1]] * world_size
@@ -260,11 +250,20 @@ def transposed(x: Tensor) -> Tensor:
 LAYOUTS = ((Tensor.contiguous, Tensor.contiguous), (transposed, transposed), (Tensor.contiguous, transposed))
 
 
-def _check(rank: int, _: int, function: Callable[[list[Tensor]], list[Tensor]], ours: Callable[..., Tensor]) -> None:
-    """Output and input gradient of `ours` equal those of `function` of all ranks' inputs, differentiated at once.
+# What each rank is given, from what all of them have, and our function for it.
+COLLECTIVES: dict[str, tuple[Callable[[list[Tensor]], list[Tensor]], Callable[..., Tensor]]] = {
+    "gather_tokens": (lambda xs: [torch.cat(xs)] * WORLD, gather_tokens),
+    "scatter_tokens": (lambda xs: list(torch.stack(xs).sum(0).chunk(WORLD)), scatter_tokens),
+    "sum_over_group": (lambda xs: [torch.stack(xs).sum(0)] * WORLD, sum_over_group),
+}
+
+
+def _check(rank: int, _: int, name: str) -> None:
+    """Output and input gradient of ours equal those of the plain function, differentiated for all ranks at once.
 
     The loss is the sum over ranks of a weighted sum of each rank's output.
     """
+    function, ours = COLLECTIVES[name]
     inputs = [x.requires_grad_() for x in named("in", ROWS, WIDTH)]
     wants = function(inputs)
     factors = named("factor", *wants[0].shape)
@@ -277,25 +276,9 @@ def _check(rank: int, _: int, function: Callable[[list[Tensor]], list[Tensor]], 
         torch.testing.assert_close(mine.grad, inputs[rank].grad)
 
 
-def _gathered(xs: list[Tensor]) -> list[Tensor]:
-    return [torch.cat(xs)] * WORLD
-
-
-def _scattered(xs: list[Tensor]) -> list[Tensor]:
-    return list(torch.stack(xs).sum(0).chunk(WORLD))
-
-
-def _summed(xs: list[Tensor]) -> list[Tensor]:
-    return [torch.stack(xs).sum(0)] * WORLD
-
-
-@pytest.mark.parametrize(
-    ("function", "ours"),
-    [(_gathered, gather_tokens), (_scattered, scatter_tokens), (_summed, sum_over_group)],
-    ids=["gather_tokens", "scatter_tokens", "sum_over_group"],
-)
-def test_collectives_match_autograd_on_one_process(function: Any, ours: Any) -> None:
-    run_ranks(_check, WORLD, function, ours)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_match_autograd_on_one_process(name: str) -> None:
+    run_ranks(_check, WORLD, name)
 
 
 def _total(rank: int, _: int) -> None:
@@ -352,16 +335,19 @@ def test_all_shared_gradients_travel_in_one_all_reduce() -> None:
     assert run_ranks(_one_all_reduce, WORLD) == [[Collective("all_reduce", 12 * 4)]] * WORLD
 
 
-def _gradient_rounded_once(rank: int, _: int) -> float:
+def _rounded_once(rank: int, world_size: int) -> tuple[float, float]:
+    """A sum over the ranks that comes home, and the gradient of a shared parameter: 1 + 9 * 2**-10."""
+    part = 3 * 2.0**-10 if rank else 1.0
+    parts = torch.full((world_size, 1), part, dtype=torch.bfloat16)
     weight = torch.zeros(1, dtype=torch.bfloat16).requires_grad_()
     [shared] = sum_gradients([weight], dist.group.WORLD)
-    (shared * (3 * 2.0**-10 + (rank == 0))).sum().backward()
-    return weight.grad.item()
+    (shared * part).sum().backward()
+    return start_scatter(parts, dist.group.WORLD).finish().item(), weight.grad.item()
 
 
-def test_low_precision_gradients_are_summed_in_float32() -> None:
-    """1 + 3 * 2**-10 is 1 in bfloat16, and adding 3 * 2**-10 to that leaves 1; their sum is nearer to 1 + 2**-7."""
-    assert run_ranks(_gradient_rounded_once, WORLD) == [1 + 2.0**-7] * WORLD
+def test_sums_in_bfloat16_are_rounded_once() -> None:
+    """That is nearest to 1 + 2**-7; added one by one each part would be lost."""
+    assert run_ranks(_rounded_once, 4) == [(1 + 2.0**-7, 1 + 2.0**-7)] * 4
 
 
 def _routing(rank: int, _: int, dtype: torch.dtype, num_active: int) -> list[Collective]:
@@ -409,3 +395,83 @@ def test_a_group_of_one_sends_nothing() -> None:
 def test_wide_is_float32_at_least() -> None:
     given = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     assert [wide(torch.zeros(1, dtype=dtype)).dtype for dtype in given] == [torch.float32] * 3 + [torch.float64]
+
+
+def rounded(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    unpack_fp8(pack_fp8(x), out=out)
+    return out
+
+
+def relative_rms(got: Tensor, want: Tensor) -> float:
+    return ((got - want).square().mean() / want.square().mean()).sqrt().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_what_8_bits_can_hold_comes_back_as_it_was(dtype: torch.dtype) -> None:
+    x = torch.tensor([[FP8_LARGEST, 1.0, -0.875, 0.0], [2.0**-6, -(2.0**-7), 2.0**-9, 0.0], [0.0] * 4], dtype=dtype)
+    assert torch.equal(rounded(x), x)
+    assert pack_fp8(x).shape == (3, 4 + 4)
+    assert rounded(x).dtype == dtype
+
+
+def test_tokens_of_any_size_keep_their_precision() -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    for scale in (1e-30, 1e-3, 1e4, 1e30):
+        assert relative_rms(rounded(x * scale) / scale, x) < 0.03, scale
+
+
+def test_an_empty_token_stays_empty_where_denormals_are_flushed() -> None:
+    try:
+        torch.set_flush_denormal(True)
+        assert torch.equal(rounded(torch.zeros(2, 8)), torch.zeros(2, 8))
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_the_errors_are_those_of_the_docstring() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2048, 512, generator=generator)
+    gate_up = torch.randn(1536, 512, generator=generator) / 512**0.5
+    down = torch.randn(512, 768, generator=generator) / 768**0.5
+
+    def expert(x: Tensor) -> Tensor:
+        gate, up = (x @ gate_up.t()).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ down.t()
+
+    in_bf16 = x.bfloat16().float()
+    assert relative_rms(rounded(x), x) == pytest.approx(0.026, abs=5e-4)
+    assert relative_rms(in_bf16, x) == pytest.approx(0.0017, abs=5e-5)
+    assert relative_rms(expert(rounded(x)), expert(x)) == pytest.approx(0.038, abs=1e-3)
+    assert relative_rms(expert(in_bf16), expert(x)) == pytest.approx(0.0024, abs=1e-4)
+
+
+def _as_routed(routing: Routing, *_: Any, **__: Any) -> Routing:
+    return routing
+
+
+def _layer(rank: int, world_size: int, num_chunks: int, regather: bool) -> None:
+    """A layer with 8-bit tokens is the exact layer on rounded tokens, forward and in every gradient."""
+    found = []
+    options: dict[str, Any] = {"overlap": True, "overlap_chunks": num_chunks, "regather": regather}
+    for token_dtype in ("float8_e4m3", "auto"):
+        mesh = build_mesh(ParallelLayout(tp=world_size, ep=world_size), num_key_value_heads=2)
+        execution = Execution(**options, token_dtype=token_dtype)
+        block = GatherMoeSparseBlock(tiny_config(num_experts=4), mesh=mesh, execution=execution)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter, generator=generator)
+        x = torch.randn(10, block.sizes.hidden_size, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        # Tokens are routed before they are rounded.
+        block.gate.forward = partial(_as_routed, block.gate(x.detach()))
+        tokens = x if token_dtype != "auto" else x + (rounded(x.detach()) - x.detach())
+        out, _ = block(tokens)
+        out.square().sum().backward()
+        found.append([out.detach(), x.grad, *(p.grad for p in block.experts.parameters())])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("num_chunks", "regather"), [(1, False), (3, True)])
+def test_a_layer_works_on_rounded_tokens(num_chunks: int, regather: bool) -> None:
+    run_ranks(_layer, 2, num_chunks, regather)

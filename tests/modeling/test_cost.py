@@ -14,6 +14,7 @@ from modeling.layout import ParallelLayout, divisors
 from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
 from recipe.dry_run.ledger import Ledger, Volume, widest_routing_row
+from tests.engine_runs import slow
 from tests.ranks import run_ranks
 from tests.recording import ProductFlops
 from tests.referee import tiny_config
@@ -47,51 +48,47 @@ def counted(
     return ledger.volume(narrow_bytes=widest_routing_row(num_active))
 
 
-CASES = [
-    (strategy, size, ep)
-    for size in (2, 4)
-    for strategy, eps in (("gather_tokens", divisors(size)), ("gather_weights", [1]), ("all_to_all", [size]))
-    for ep in eps
-]
-
-
-@pytest.mark.parametrize(("strategy", "size", "ep"), CASES)
-def test_counted_bytes_equal_the_formula(strategy: str, size: int, ep: int) -> None:
-    for num_active, dtype in ((1, torch.bfloat16), (2, torch.float32)):
-        sizes = tiny_config(num_experts=8, num_experts_per_tok=num_active).sizes
+@pytest.mark.parametrize(
+    ("strategy", "size", "ep", "options", "in_the_formula"),
+    [
+        *(
+            (strategy, size, ep, {}, {})
+            for size in (2, 4)
+            for strategy, eps in (("gather_tokens", divisors(size)), ("gather_weights", [1]), ("all_to_all", [size]))
+            for ep in eps
+        ),
+        ("gather_tokens", 2, 2, {"overlap": True, "overlap_chunks": 5}, {}),
+        ("gather_tokens", 2, 2, {"overlap": True, "overlap_chunks": 3, "regather": True}, {"regather": True}),
+        (
+            *("gather_tokens", 2, 2),
+            {"token_dtype": "float8_e4m3", "combine_dtype": "float32"},
+            {"fp8_tokens": True, "sum_bytes": 4},
+        ),
+        (
+            *("gather_tokens", 2, 2),
+            {"token_dtype": "float8_e4m3", "regather": True},
+            {"fp8_tokens": True, "regather": True},
+        ),
+    ],
+    ids=str,
+)
+def test_counted_bytes_equal_the_formula(
+    strategy: str, size: int, ep: int, options: dict[str, Any], in_the_formula: dict[str, Any]
+) -> None:
+    for num_active, dtype in ((1, torch.bfloat16), (2, torch.bfloat16 if options else torch.float32)):
         traffic = MoeTraffic(
-            sizes=sizes, layout=ParallelLayout(tp=size, ep=ep), num_tokens=NUM_TOKENS, element_bytes=dtype.itemsize
+            sizes=tiny_config(num_experts=8, num_experts_per_tok=num_active).sizes,
+            layout=ParallelLayout(tp=size, ep=ep),
+            num_tokens=NUM_TOKENS,
+            element_bytes=dtype.itemsize,
+            **in_the_formula,
         )
         want = traffic.wire_bytes(strategy)
-        by_rank = run_ranks(counted, size, strategy, ep, num_active, dtype, {})
+        by_rank = run_ranks(counted, size, strategy, ep, num_active, dtype, options)
         # The rows of an exchange differ from rank to rank; their mean is what the formula gives.
         payload, routing = (sum(column) / size for column in zip(*by_rank, strict=True))
         assert math.isclose(payload, want.payload, rel_tol=1e-12), (num_active, payload, want)
         assert math.isclose(routing, want.routing, rel_tol=1e-12), (num_active, routing, want)
-
-
-@pytest.mark.parametrize(
-    ("options", "in_the_formula"),
-    [
-        ({"overlap": True, "overlap_chunks": 5}, {}),
-        ({"overlap": True, "overlap_chunks": 3, "regather": True}, {"regather": True}),
-        ({"token_dtype": "float8_e4m3", "combine_dtype": "float32"}, {"fp8_tokens": True, "sum_bytes": 4}),
-        ({"token_dtype": "float8_e4m3", "regather": True}, {"fp8_tokens": True, "regather": True}),
-    ],
-    ids=["chunks", "regather", "fp8 in, fp32 out", "fp8 twice"],
-)
-def test_options_of_the_wire_are_in_the_formula(options: dict[str, Any], in_the_formula: dict[str, Any]) -> None:
-    traffic = MoeTraffic(
-        sizes=tiny_config(num_experts=8, num_experts_per_tok=2).sizes,
-        layout=ParallelLayout(tp=2, ep=2),
-        num_tokens=NUM_TOKENS,
-        element_bytes=2,
-        **in_the_formula,
-    )
-    want = traffic.wire_bytes("gather_tokens")
-    for payload, routing in run_ranks(counted, 2, "gather_tokens", 2, 2, torch.bfloat16, options):
-        assert math.isclose(payload, want.payload, rel_tol=1e-12), (payload, want)
-        assert math.isclose(routing, want.routing, rel_tol=1e-12), (routing, want)
 
 
 def test_weights_travel_from_t_star_on() -> None:
@@ -167,7 +164,7 @@ def work(rank: int, world_size: int, ep: int, backend: str, strategy: str) -> di
     return found
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, slow(4)])
 @pytest.mark.parametrize("backend", ["loop", "grouped"])
 def test_sliced_experts_give_every_rank_the_same_work_for_every_routing(backend: str, size: int) -> None:
     by_rank = run_ranks(work, size, 1, backend, "gather_tokens")

@@ -13,7 +13,6 @@ from torch import Tensor
 from modeling.copies import ExpertsWithCopies, HeldCopies, choose_copies, copy_traffic
 from modeling.execution import Execution
 from modeling.experts import GatherMoeExperts
-from modeling.experts_loop import LoopExperts
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh, one_rank_mesh
 from modeling.moe import GatherMoeSparseBlock
@@ -92,7 +91,7 @@ def test_layers_with_copies_equal_one_rank(
     by_rank = run_ranks(all_answers, world_size, ep, num_copies, backend, dtype)
     for case in by_rank[0]:
         got = join_answer([answers[case][0] for answers in by_rank], ParallelLayout(tp=world_size, ep=ep))
-        errors = relative_errors(got, reference(*case, torch.float64))
+        errors = relative_errors(got, reference(*case))
         assert max(errors.values()) <= tolerance, (case, errors)
     for case in ((1, "all to one"), (2, "last rank idle"), (3, "padding")):
         assert sum(answers[case][1] for answers in by_rank) > 0, (case, "no row moved")
@@ -107,33 +106,20 @@ def test_without_the_way_home_the_owners_gradient_is_wrong() -> None:
     by_rank = run_ranks(answers_without_the_way_home, 2)
     case = (1, "all to one")
     got = join_answer([answers[case][0] for answers in by_rank], ParallelLayout(tp=2, ep=2))
-    errors = relative_errors(got, reference(*case, torch.float64))
+    errors = relative_errors(got, reference(*case))
     assert errors["gate_up"] > 0.1
     assert errors["down"] > 0.1
     assert max(errors[name] for name in ("out", "x", "weights")) < 1e-5
-
-
-def pass_of(layer: Layer) -> LoopExperts:
-    """The pass that a forward of the layer starts."""
-    passes: list[Any] = []
-    start_pass = layer.block.experts.start_pass
-
-    def recording(*args: Any) -> Any:
-        passes.append(start_pass(*args))
-        return passes[-1]
-
-    layer.block.experts.start_pass = recording
-    with torch.no_grad():
-        layer.block(layer.x_tD)
-    [one] = passes
-    return one
 
 
 def share_of_rows_in_chunks(rank: int, world_size: int) -> list[float]:
     """For each of two chunks, the part of all its pairs that this rank computes."""
     ids = torch.zeros(64, 1, dtype=torch.int64)
     layer = copied_layer(mesh_of(world_size, 2), ids, torch.ones(64, 1), torch.float32, **LOOP)
-    rows = pass_of(layer).rows
+    experts = layer.block.experts
+    with patch.object(experts, "start_pass", side_effect=experts.start_pass) as start, torch.no_grad():
+        layer.block(layer.x_tD)
+    rows = experts.start_pass(*start.call_args.args).rows
     by_chunk = [[rows.rows_in_chunk(slot, k) for slot in range(len(rows.ends))] for k in range(2)]
     return [sum(here.stop - here.start for here in chunk) / 32 for chunk in by_chunk]
 
@@ -199,26 +185,17 @@ def collectives_of_a_layer(rank: int, world_size: int, recompute: bool) -> tuple
 
     ids, weights = choose("all to one", 2)
     layer = copied_layer(mesh_of(world_size, 2), ids, weights, torch.float32, **GROUPED)
-    num_exchanges = 0
-    exchange = dist.all_to_all_single
-
-    def counting(out: Tensor, x: Tensor, *splits: Any, **options: Any) -> Any:
-        nonlocal num_exchanges
-        num_exchanges += bool(splits)
-        return exchange(out, x, *splits, **options)
 
     def forward(x_tD: Tensor) -> Tensor:
         return layer.block(x_tD).out_tD
 
-    dist.all_to_all_single = counting
-    try:
-        with static_shapes():
-            x_tD = layer.x_tD
-            out = checkpoint(forward, x_tD, use_reentrant=False) if recompute else forward(x_tD)
-            out.backward(whole_numbers(torch.float32)[1].chunk(world_size)[rank])
-    finally:
-        dist.all_to_all_single = exchange
-    return num_exchanges, [p.grad for p in layer.block.experts.parameters() if p.grad is not None]
+    exchange = dist.all_to_all_single
+    with patch.object(dist, "all_to_all_single", side_effect=exchange) as exchanges, static_shapes():
+        x_tD = layer.x_tD
+        out = checkpoint(forward, x_tD, use_reentrant=False) if recompute else forward(x_tD)
+        out.backward(whole_numbers(torch.float32)[1].chunk(world_size)[rank])
+    with_splits = [call for call in exchanges.call_args_list if len(call.args) > 2]
+    return len(with_splits), [p.grad for p in layer.block.experts.parameters() if p.grad is not None]
 
 
 def test_a_micro_batch_sends_gradients_home_and_nothing_else_recomputed_or_not() -> None:

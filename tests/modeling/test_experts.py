@@ -1,6 +1,6 @@
 """The experts' one autograd Function: both backends against a plain loop, in output and every gradient."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,93 +13,57 @@ from modeling.experts_grouped import sort_rows
 from modeling.experts_loop import count_rows
 from modeling.layout import ParallelLayout
 from tests.engine_runs import mesh_without_groups
+from tests.moe_layers import HIDDEN, NUM_EXPERTS, WIDTH, Answer, choose, reference, whole_numbers
 from tests.referee import tiny_config
 
-TOKENS, HIDDEN, WIDTH, EXPERTS, ACTIVE = 24, 32, 32, 8, 3
-NAMES = ("output", "x", "weights", "gate_up", "down")
+ACTIVE = 3
 
 
-class Problem(NamedTuple):
-    """What one rank's experts are given, and the gradient that arrives at their output."""
-
-    x: Tensor
-    ids: Tensor
-    weights: Tensor
-    gate_up: Tensor
-    down: Tensor
-    grad: Tensor
-
-
-def problem(dtype: torch.dtype, *, skip: tuple[int, ...] = (), pad_every: int = TOKENS + 1) -> Problem:
-    """Random tokens, of which none choose the experts in `skip`, and every so many is padding."""
-    generator = torch.Generator().manual_seed(2)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    scores = randn(TOKENS, EXPERTS)
-    scores[:, list(skip)] = -torch.inf
-    ids = scores.topk(ACTIVE).indices
-    weights = randn(TOKENS, ACTIVE).softmax(-1)
-    ids[pad_every - 1 :: pad_every], weights[pad_every - 1 :: pad_every] = EXPERTS, 0.0
-    exact = torch.promote_types(dtype, torch.float32)
-    return Problem(
-        x=randn(TOKENS, HIDDEN).to(dtype),
-        ids=ids,
-        weights=weights.to(exact),
-        gate_up=randn(EXPERTS, 2 * WIDTH, HIDDEN).mul(0.2).to(dtype),
-        down=randn(EXPERTS, HIDDEN, WIDTH).mul(0.2).to(dtype),
-        grad=randn(TOKENS, HIDDEN).to(dtype),
+def experts_module(
+    backend: str, gate_up: Tensor, down: Tensor, *, rank: int | None = None, trained: bool = True
+) -> GatherMoeExperts:
+    """All experts, or those of one of four ranks, with these weights."""
+    config = tiny_config(
+        hidden_size=HIDDEN, num_experts=NUM_EXPERTS, num_experts_per_tok=ACTIVE, moe_intermediate_size=WIDTH
     )
+    layout = ParallelLayout() if rank is None else ParallelLayout(tp=4, ep=4)
+    execution = Execution(experts_backend=backend)
+    module = GatherMoeExperts(config, mesh=mesh_without_groups(layout, rank or 0), execution=execution)
+    module.gate_up_proj = torch.nn.Parameter(gate_up.clone(), requires_grad=trained)
+    module.down_proj = torch.nn.Parameter(down.clone(), requires_grad=trained)
+    return module
 
 
-def experts_module(backend: str, *, ep: int = 1, group_rank: int = 0) -> GatherMoeExperts:
-    config = tiny_config(num_experts=EXPERTS, num_experts_per_tok=ACTIVE)
-    mesh = mesh_without_groups(ParallelLayout(tp=ep, ep=ep), group_rank)
-    return GatherMoeExperts(config, mesh=mesh, execution=Execution(experts_backend=backend))
+def held_by(rank: int | None) -> range:
+    return range(NUM_EXPERTS) if rank is None else range(2 * rank, 2 * rank + 2)
 
 
-def run(backend: str, given: Problem, *, ep: int = 1, group_rank: int = 0) -> dict[str, Tensor]:
-    """Output and gradients of the module."""
-    module = experts_module(backend, ep=ep, group_rank=group_rank)
-    e = EXPERTS // ep
-    mine = slice(group_rank * e, (group_rank + 1) * e)
-    module.gate_up_proj = torch.nn.Parameter(given.gate_up[mine].clone())
-    module.down_proj = torch.nn.Parameter(given.down[mine].clone())
-    x, weights = given.x.clone().requires_grad_(), given.weights.clone().requires_grad_()
-    out = module(x, given.ids, weights)
-    out.backward(given.grad)
-    gradients = (x.grad, weights.grad, module.gate_up_proj.grad, module.down_proj.grad)
-    return dict(zip(NAMES, (out.detach(), *gradients), strict=True))
-
-
-def run_plainly(given: Problem, *, experts: range = range(EXPERTS)) -> dict[str, Tensor]:
-    """The definition, in float64 and by autograd: every token through every expert that it chose."""
-    inputs = [t.double().requires_grad_() for t in (given.x, given.weights, given.gate_up, given.down)]
-    x, weights, gate_up, down = inputs
-    out = 0.0 * x
-    for token in range(TOKENS):
-        for slot in range(ACTIVE):
-            expert = int(given.ids[token, slot])
-            if expert in experts:
-                gate, up = (gate_up[expert] @ x[token]).chunk(2)
-                row = F.one_hot(torch.tensor(token), TOKENS)[:, None] * (down[expert] @ (F.silu(gate) * up))
-                out = out + weights[token, slot] * row
-    *of_tokens, of_gate_up, of_down = torch.autograd.grad(out, inputs, given.grad.double(), materialize_grads=True)
-    mine = slice(experts.start, experts.stop)
-    return dict(zip(NAMES, (out.detach(), *of_tokens, of_gate_up[mine], of_down[mine]), strict=True))
+def run(
+    backend: str, *, kind: str = "random", dtype: torch.dtype = torch.float32, rank: int | None = None, **options: bool
+) -> Answer:
+    """Output and gradients of the module; None for those of frozen parameters."""
+    x, grad, gate_up, down = whole_numbers(dtype)
+    mine = slice(held_by(rank).start, held_by(rank).stop)
+    module = experts_module(backend, gate_up[mine], down[mine], rank=rank, **options)
+    ids, weights = choose(kind, ACTIVE)
+    x.requires_grad_()
+    weights = weights.to(torch.promote_types(dtype, torch.float32)).detach().requires_grad_()
+    out = module(x, ids, weights)
+    out.backward(grad)
+    return Answer(out.detach(), x.grad, weights.grad, module.gate_up_proj.grad, module.down_proj.grad)
 
 
 # Errors relative to the largest number of each tensor.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
-CASES: dict[str, dict[str, Any]] = {
-    "all experts": {},
-    "experts without rows": {"skip": (0, 3, 7)},
-    "padding, experts without rows": {"pad_every": 5, "skip": (1, 2, 6)},
-    "nothing but padding": {"pad_every": 1},
-    "the first of four ranks": {"pad_every": 5, "group_rank": 0},
-    "the last of four ranks": {"pad_every": 5, "group_rank": 3},
-    "a rank without rows": {"skip": (0, 1, 4), "group_rank": 0},
+# Where tokens go, and which of four ranks has the experts; None has all.
+CASES: dict[str, tuple[str, int | None]] = {
+    "all experts": ("random", None),
+    "experts without rows": ("last rank idle", None),
+    "padding": ("padding", None),
+    "nothing but padding": ("all padding", None),
+    "the first of four ranks": ("padding", 0),
+    "the last of four ranks": ("padding", 3),
+    "a rank without rows": ("last rank idle", 3),
 }
 
 
@@ -117,20 +81,20 @@ CASES: dict[str, dict[str, Any]] = {
 )
 def test_backends_match_the_definition_and_repeat_bitwise(backend: str, dtype: torch.dtype, case: str) -> None:
     """A share of the experts makes its share of the sum, and an expert that nobody chose a gradient of zero."""
-    options = dict(CASES[case])
-    group_rank = options.pop("group_rank", None)
-    given = problem(dtype, **options)
-    mine, ep = (range(EXPERTS), 1) if group_rank is None else (range(2 * group_rank, 2 * group_rank + 2), 4)
-    got, again = (run(backend, given, ep=ep, group_rank=group_rank or 0) for _ in range(2))
-    want = run_plainly(given, experts=mine)
-    for name in NAMES:
-        assert got[name].dtype == (torch.promote_types(dtype, torch.float32) if name == "weights" else dtype)
-        assert torch.isfinite(got[name]).all(), name
-        error = (got[name].double() - want[name]).abs().max() / want[name].abs().max().clamp(min=1e-12)
+    kind, rank = CASES[case]
+    experts = held_by(rank)
+    got, again = (run(backend, kind=kind, dtype=dtype, rank=rank) for _ in range(2))
+    want = reference(ACTIVE, kind, experts)
+    want = want._replace(gate_up=want.gate_up[list(experts)], down=want.down[list(experts)])
+    for name, tensor in got._asdict().items():
+        exact = getattr(want, name)
+        assert tensor.dtype == (torch.promote_types(dtype, torch.float32) if name == "weights" else dtype)
+        assert torch.isfinite(tensor).all(), name
+        error = (tensor.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-12)
         assert error < BOUNDS[dtype], f"{name}: {error:.2e}"
-        assert torch.equal(got[name], again[name]), name
-    for name in ("gate_up", "down"):
-        assert [bool(part.any()) for part in got[name]] == [bool(part.any()) for part in want[name]]
+        assert torch.equal(tensor, getattr(again, name)), name
+    for got_e, want_e in ((got.gate_up, want.gate_up), (got.down, want.down)):
+        assert [bool(part.any()) for part in got_e] == [bool(part.any()) for part in want_e]
 
 
 def _poisoned(original: Any, value: float) -> Any:
@@ -148,38 +112,31 @@ def _poisoned(original: Any, value: float) -> Any:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 6.5e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_uninitialised_rows_reach_nobody(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float) -> None:
-    given = problem(dtype, pad_every=5)
-    want = run("grouped", given, ep=2, group_rank=1)
+    want = run("grouped", kind="padding", dtype=dtype, rank=1)
     monkeypatch.setattr(F, "grouped_mm", _poisoned(F.grouped_mm, value))
-    got = run("grouped", given, ep=2, group_rank=1)
-    for name in NAMES:
-        assert torch.equal(got[name], want[name]), name
+    got = run("grouped", kind="padding", dtype=dtype, rank=1)
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("backend", ["loop", "grouped"])
 def test_frozen_experts_cost_no_weight_gradient(backend: str) -> None:
-    given, module = problem(torch.float32), experts_module(backend)
-    module.gate_up_proj = torch.nn.Parameter(given.gate_up, requires_grad=False)
-    module.down_proj = torch.nn.Parameter(given.down, requires_grad=False)
-    x = given.x.clone().requires_grad_()
-    module(x, given.ids, given.weights).backward(given.grad)
-    assert module.gate_up_proj.grad is None
-    assert module.down_proj.grad is None
-    torch.testing.assert_close(x.grad, run_plainly(given)["x"].float(), atol=1e-5, rtol=0)
+    got = run(backend, trained=False)
+    assert got.gate_up is None
+    assert got.down is None
+    torch.testing.assert_close(got.x.double(), reference(ACTIVE, "random").x, atol=1e-5, rtol=0)
 
 
-def test_the_sum_over_experts_is_made_in_float32() -> None:
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+def test_the_sum_over_experts_is_made_in_float32(backend: str) -> None:
     """256 + 1 is 256 in bfloat16: with a running sum in it the last two experts of a token would be lost."""
-    gate_up = torch.ones(EXPERTS, 2 * WIDTH, HIDDEN, dtype=torch.bfloat16)
-    down = torch.zeros(EXPERTS, HIDDEN, WIDTH, dtype=torch.bfloat16)
+    gate_up = torch.ones(NUM_EXPERTS, 2 * WIDTH, HIDDEN, dtype=torch.bfloat16)
+    down = torch.zeros(NUM_EXPERTS, HIDDEN, WIDTH, dtype=torch.bfloat16)
     down[:, 0, 0] = 1.0
     x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
     x[0, 0] = 16.0
-    for backend in ("loop", "grouped"):
-        module = experts_module(backend)
-        module.gate_up_proj, module.down_proj = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
-        out = module(x, torch.tensor([[0, 1, 2]]), torch.tensor([[1.0, 2.0**-8, 2.0**-8]]))
-        assert out[0, 0].item() == 258.0, backend  # silu(16) * 16 rounds to 256
+    module = experts_module(backend, gate_up, down)
+    out = module(x, torch.tensor([[0, 1, 2]]), torch.tensor([[1.0, 2.0**-8, 2.0**-8]]))
+    assert out[0, 0].item() == 258.0  # silu(16) * 16 rounds to 256
 
 
 def test_rows_are_sorted_by_slot_and_cut_to_what_can_be_here() -> None:
@@ -208,6 +165,6 @@ def test_counted_rows_know_where_each_chunk_of_tokens_ends() -> None:
 
 def test_auto_is_the_loop_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "grouped_mm", None)
-    assert torch.isfinite(run("auto", problem(torch.float32))["output"]).all()
+    assert torch.isfinite(run("auto").out).all()
     with pytest.raises(TypeError, match="not callable"):
-        run("grouped", problem(torch.float32))
+        run("grouped")

@@ -1,70 +1,70 @@
 """Initial weights: one model for every layout, and numbers that behave like independent normal ones."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from modeling import init
 from modeling.config import GatherMoeConfig
 from modeling.init import build_model, fill_normal, join, normal_at
 from modeling.layout import ParallelLayout
-from modeling.mesh import ParallelMesh, one_rank_mesh
+from modeling.mesh import one_rank_mesh
 from modeling.shard_table import ShardTable
-from tests.referee import mixed_config, tiny_config
+from tests.engine_runs import mesh_without_groups
+from tests.referee import Tensors, mixed_config, tiny_config
 
 SAMPLE = 2**20
 
 
-def shards_of(config: GatherMoeConfig, tp_ep: tuple[int, int], *, seed: int = 1234) -> list[dict[str, Tensor]]:
-    """The parameters that every rank of a group draws, without any process group."""
-    layout = ParallelLayout(tp=tp_ep[0], ep=tp_ep[1])
-    group: Any = SimpleNamespace() if layout.tp > 1 else None
-    by_rank = []
-    for rank in range(layout.tp):
-        mesh = ParallelMesh(layout=layout, rank=rank, tp_group=group, dp_group=None, kv_group=None)
-        model = build_model(config, mesh=mesh, seed=seed)
-        by_rank.append({name: p.detach() for name, p in model.named_parameters()})
-    return by_rank
+def shards_of(config: GatherMoeConfig, layout: ParallelLayout) -> list[Tensors]:
+    """The parameters that every rank draws, without any process group."""
+    meshes = [mesh_without_groups(layout, rank, group=object()) for rank in range(layout.world_size)]
+    models = [build_model(config, mesh=mesh, seed=1234) for mesh in meshes]
+    return [{name: p.detach() for name, p in model.named_parameters()} for model in models]
 
 
 @pytest.mark.parametrize(
     ("changes", "tp_ep"),
     [
-        *(({}, tp_ep) for tp_ep in ((2, 1), (4, 2))),
+        *(({}, tp_ep) for tp_ep in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))),
         *(({"vocab_size": 51, "tie_word_embeddings": True}, tp_ep) for tp_ep in ((2, 2), (4, 1), (4, 4))),
         *(({"qk_norm": "full"}, tp_ep) for tp_ep in ((2, 1), (4, 2))),
     ],
     ids=str,
 )
-def test_every_layout_draws_the_same_weights(changes: dict[str, Any], tp_ep: tuple[int, int]) -> None:
+@pytest.mark.requirement("R-MOE-06")
+def test_every_layout_draws_the_same_weights_and_no_two_shards_of_a_matrix(
+    changes: dict[str, Any], tp_ep: tuple[int, int]
+) -> None:
     config = mixed_config(**changes) if "qk_norm" not in changes else tiny_config(**changes)
-    [whole] = shards_of(config, (1, 1))
-    by_rank = shards_of(config, tp_ep)
-    layout = ParallelLayout(tp=tp_ep[0], ep=tp_ep[1])
+    layout = ParallelLayout(dp=2, tp=tp_ep[0], ep=tp_ep[1])
+    [whole] = shards_of(config, ParallelLayout())
+    by_rank = shards_of(config, layout)
     table = ShardTable(layout, config.sizes.num_key_value_heads, config.qk_norm)
     assert set(whole) == set(by_rank[0])
     for name, tensor in whole.items():
         shards = [table.shard(name, tuple(tensor.shape), group_rank=rank) for rank in range(layout.tp)]
-        parts = [local[name] for local in by_rank]
+        parts, twins = ([local[name] for local in group] for group in (by_rank[: layout.tp], by_rank[layout.tp :]))
+        assert all(map(torch.equal, parts, twins)), name
         assert torch.equal(join(list(zip(parts, shards, strict=True))), tensor), name
         # Padding holds no numbers, and replicas are bitwise alike.
         assert sum(int((p != 0).sum()) for p in parts) == int((tensor != 0).sum()) * shards[0].num_replicas, name
+        if tensor.dim() > 1:
+            assert len({part.numpy().tobytes() for part in parts}) == layout.tp // shards[0].num_replicas, name
 
 
-def test_norms_are_one_and_no_matrix_is_another() -> None:
-    [weights] = shards_of(mixed_config(), (1, 1))
-    flat = {}
+@pytest.mark.requirement("R-MOE-06")
+def test_norms_are_one_and_no_row_of_a_matrix_is_another() -> None:
+    [weights] = shards_of(mixed_config(), ParallelLayout())
+    rows: list[tuple[float, ...]] = []
     for name, tensor in weights.items():
         if tensor.dim() == 1:
             assert torch.equal(tensor, torch.ones_like(tensor)), name
         else:
-            slices = tensor if tensor.dim() == 3 else [tensor]
-            flat |= {f"{name}[{i}]": part.flatten()[:256] for i, part in enumerate(slices)}
-    assert len({tuple(part.tolist()) for part in flat.values()}) == len(flat) > 20
+            rows += [tuple(row[:16]) for row in tensor.flatten(0, -2).tolist()]
+    assert len(set(rows)) == len(rows) > 500
 
 
 def test_seed_and_name_decide_the_numbers() -> None:
@@ -123,7 +123,7 @@ def test_every_bit_of_the_counter_matters() -> None:
 
 def test_initializer_range_is_the_standard_deviation() -> None:
     config = tiny_config(vocab_size=500, initializer_range=0.05)
-    [weights] = shards_of(config, (1, 1))
+    [weights] = shards_of(config, ParallelLayout())
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.experts.down_proj"):
         num = weights[name].numel()
         assert abs(weights[name].std().item() / 0.05 - 1) < 4 / math.sqrt(2 * num), name

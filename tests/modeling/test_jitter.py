@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 
 from modeling.config import GatherMoeConfig
-from modeling.init import build_model
-from modeling.layout import ParallelLayout
-from modeling.mesh import build_mesh, one_rank_mesh
+from modeling.mesh import one_rank_mesh
 from modeling.noise import NoiseOrigin, jitter, token_counters
 from modeling.router import GatherMoeRouter
 from tests.engine_runs import Case, slow, train
-from tests.ranks import RankError, run_ranks
 from tests.referee import (
     Batch,
     Tensors,
@@ -24,7 +21,7 @@ from tests.referee import (
     mixed_config,
     our_model,
     random_batch,
-    referee_model,
+    referee_run,
     tiny_config,
 )
 from tests.static_shapes import static_shapes
@@ -135,25 +132,6 @@ def test_recomputation_meets_the_same_jitter(options: Any, reentrant: bool, ties
     assert ties or not torch.equal(other, want_loss)
 
 
-def _recomputed_on_ranks(rank: int, world_size: int, ties: bool, ep: int) -> list[str]:
-    mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
-    model = build_model(noisy_config(), mesh=mesh, seed=0)
-    if ties:
-        zero_routers(model)
-    ids = torch.arange(48).view(3, 16)
-    _, want = loss_and_gradients(model, ids, noise=ORIGIN)
-    model.gradient_checkpointing_enable()
-    _, got = loss_and_gradients(model, ids, noise=ORIGIN)
-    return [name for name in want if not torch.equal(got[name], want[name])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ep", "ties"), [(1, True), (2, False)])
-@pytest.mark.requirement("R-GRAPH-03")
-def test_recomputation_under_a_mesh_meets_the_same_jitter(ep: int, ties: bool) -> None:
-    assert run_ranks(_recomputed_on_ranks, 2, ties, ep) == [[], []]
-
-
 def test_every_layer_draws_its_own_noise() -> None:
     model = our_model(noisy_config())
     seen: list[Tensor] = []
@@ -176,32 +154,11 @@ def test_evaluation_has_no_noise() -> None:
     assert torch.equal(noisy.eval()(ids).logits, plain.eval()(ids).logits)
 
 
-def _without_origin(rank: int, world_size: int) -> None:
-    mesh = build_mesh(ParallelLayout(tp=world_size, ep=1), num_key_value_heads=2)
-    model = build_model(noisy_config(), mesh=mesh, seed=0)
-    ids = torch.arange(16).view(1, 16)
-    model.eval()(ids, labels=ids)
-    model.train()(ids, labels=ids)
-
-
-def test_a_group_must_be_told_its_noise() -> None:
-    message = r"router_jitter_noise=0\.25 needs to know which noise a group of tp=2 ranks shares; give noise="
-    with pytest.raises(RankError, match=message):
-        run_ranks(_without_origin, 2)
-
-
-def referee_steps(config: GatherMoeConfig, state: Tensors, batches: list[Batch]) -> tuple[Tensors, Tensors]:
-    """Gradients of the first step and weights after all of plain SGD in one process; the stream goes on."""
-    model = referee_model(config, state, own=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gradients: Tensors = {}
-    for step, batch in enumerate(batches):
-        optimizer.zero_grad()
-        noise = NoiseOrigin(0, step * batch.ids.numel())
-        model(input_ids=batch.ids, labels=batch.labels, noise=noise).loss.backward()
-        gradients = gradients or gradients_of(model)
-        optimizer.step()
-    return gradients, {name: p.detach() for name, p in model.named_parameters()}
+def noisy_losses(model: Any, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Our model's own loss, auxiliary one included, with the noise of where the stream is."""
+    noise = NoiseOrigin(0, step * batch.ids.numel())
+    loss = model(input_ids=batch.ids, labels=batch.labels, noise=noise).loss
+    return loss, torch.zeros(()), torch.zeros(())
 
 
 @pytest.mark.parametrize(
@@ -209,17 +166,17 @@ def referee_steps(config: GatherMoeConfig, state: Tensors, batches: list[Batch])
     [
         Case(dp=2, stage=2, accumulation=3),
         slow(Case(tp=2, ep=2, stage=1, checkpointing=True)),
-        slow(Case(dp=2, tp=2, ep=1, stage=3, accumulation=3)),
+        slow(Case(dp=2, tp=2, ep=1, stage=3, accumulation=3, checkpointing=True)),
     ],
     ids=str,
 )
+@pytest.mark.requirement("R-GRAPH-03")
 def test_every_layout_trains_with_the_same_noise(case: Case) -> None:
     config = tiny_config(router_jitter_noise=WIDTH)
     state = full_state(config)
     training = Training(adam_eps=None, learning_rate=0.1, weight_decay=0.0, num_steps=2, balance_coef=0.1)
     batches = [random_batch(seed=seed, num_sequences=12) for seed in (7, 8)]
+    want = referee_run(config, state, batches=batches, training=training, own=True, losses=noisy_losses)
     got = train(config, state, case, batches=batches, training=training)
-    config.router_aux_loss_coef = 0.1
-    gradients, weights = referee_steps(config, state, batches)
-    assert_all_match(got.gradients, gradients)
-    assert_all_match(got.weights, weights)
+    assert_all_match(got.gradients, want.gradients)
+    assert_all_match(got.weights, want.weights)

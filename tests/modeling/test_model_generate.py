@@ -1,4 +1,4 @@
-"""Padding changes nothing for the tokens beside it, and what users of transformers do with a language model."""
+"""Generation from padded prompts, and what else users of transformers do with a language model."""
 
 import warnings
 from collections.abc import Callable
@@ -11,12 +11,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from modeling.execution import Execution
-from modeling.init import build_model, cut, shard_table
-from modeling.layout import ParallelLayout
-from modeling.mesh import build_mesh
 from modeling.model import GatherMoeForCausalLM
-from tests.ranks import run_ranks
-from tests.referee import full_state, mixed_config, referee_model, tiny_config
+from tests.referee import mixed_config, our_model, tiny_config
 
 SHORT, LONG, STEPS = 2, 9, 200
 PATTERN = torch.tensor([7, 3, 11, 3, 19, 23, 5, 42, 11, 30])
@@ -25,8 +21,7 @@ PATTERN = torch.tensor([7, 3, 11, 3, 19, 23, 5, 42, 11, 30])
 @cache
 def trained_model() -> GatherMoeForCausalLM:
     """TINY after 200 steps on a repeating pattern, so that what it generates varies."""
-    config = tiny_config(qk_norm="head")
-    model = referee_model(config, full_state(config), own=True)
+    model = our_model(tiny_config(qk_norm="head"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -78,135 +73,13 @@ def test_left_padded_logits_are_those_without_padding(positions: bool, attention
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
-def five_tokens() -> Tensor:
-    return torch.randint(0, 50, (1, 5), generator=torch.Generator().manual_seed(0))
-
-
-def padded_batch(side: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The five tokens padded to 16 with a real token's id, next to a full sequence; ids, mask, labels."""
-    full = torch.randint(0, 50, (1, 16), generator=torch.Generator().manual_seed(1))
-    here = slice(0, 5) if side == "right" else slice(11, 16)
-    row, mask = torch.full((1, 16), 9), torch.zeros(1, 16, dtype=torch.int64)
-    row[:, here], mask[:, here] = five_tokens(), 1
-    labels = torch.where(mask == 1, row, -100)
-    labels[:, here.start] = -100  # nothing real comes before it
-    ids = torch.cat([row, full])
-    return ids, torch.cat([mask, torch.ones_like(full)]), torch.cat([labels, torch.full_like(full, -100)])
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.requirement("R-MOE-11")
-def test_padding_is_routed_nowhere_and_teaches_nothing(side: str) -> None:
-    config = mixed_config(router_aux_loss_coef=0.0)
-    state = full_state(config)
-    ids, mask, labels = padded_batch(side)
-    here = slice(0, 5) if side == "right" else slice(11, 16)
-
-    alone = referee_model(config, state, own=True)
-    want = alone(input_ids=five_tokens(), labels=five_tokens())
-    want.loss.backward()
-    full = referee_model(config, state, own=True)(input_ids=ids[1:], labels=labels[1:])
-
-    padded = referee_model(config, state, own=True)
-    got = padded(input_ids=ids, attention_mask=mask, labels=labels)
-    got.loss.backward()
-    torch.testing.assert_close(got.logits[0, here], want.logits[0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(got.loss, want.loss, atol=1e-5, rtol=0)
-    assert torch.equal(got.sums.expert_counts, want.sums.expert_counts + full.sums.expert_counts)
-    assert got.sums.expert_counts.sum().item() == 2 * 3 * (5 + 16)
-    for (name, a), b in zip(padded.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
-PACKED = ((0, 4, 11), (0, 9), (0,))  # in each sequence the last is padding
-DOCUMENTS = ((0, slice(0, 4)), (0, slice(4, 11)), (1, slice(0, 9)))
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.requirement("R-MOE-11")
-def test_documents_packed_beside_padding_train_as_they_do_one_by_one(attention: str) -> None:
-    config = mixed_config(router_aux_loss_coef=0.0)
-    state = full_state(config)
-    alone, packed = (referee_model(config, state, own=True) for _ in range(2))
-    packed.config._attn_implementation = attention
-    ids = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(2))
-    mask, labels = torch.zeros(3, 16, dtype=torch.bool), torch.full((3, 16), -100)
-    for row, here in DOCUMENTS:
-        mask[row, here] = True
-        labels[row, here.start + 1 : here.stop] = ids[row, here.start + 1 : here.stop]
-    share = {"num_items_in_batch": int((labels != -100).sum())}
-
-    got = packed(input_ids=ids, labels=labels, document_starts=PACKED, attention_mask=mask, **share)
-    got.loss.backward()
-    loss, counts = torch.tensor(0.0), torch.zeros(2, 8)
-    for row, here in DOCUMENTS:
-        one = ids[row : row + 1, here]
-        want = alone(input_ids=one, labels=one, **share)
-        want.loss.backward()
-        torch.testing.assert_close(got.logits[row, here], want.logits[0], atol=1e-5, rtol=0)
-        loss, counts = loss + want.loss, counts + want.sums.expert_counts
-    torch.testing.assert_close(got.loss, loss, atol=1e-5, rtol=0)
-    assert torch.equal(got.sums.expert_counts, counts)
-    assert counts.sum().item() == 2 * 3 * (4 + 7 + 9)
-    for (name, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
-@pytest.mark.requirement("R-MOE-11")
-def test_auxiliary_losses_count_valid_tokens_only(scope: str) -> None:
-    config = mixed_config(router_aux_loss_coef=0.5, router_z_loss_coef=0.1, balance_scope=scope)
-    state = full_state(config)
-    ids, mask, labels = padded_batch("right")
-    padded, cut_off = (referee_model(config, state, own=True) for _ in range(2))
-    got = padded(input_ids=ids[:1], attention_mask=mask[:1], labels=labels[:1])
-    want = cut_off(input_ids=ids[:1, :5], labels=labels[:1, :5])
-    for name in ("loss", "lm_loss", "aux_loss", "z_loss"):
-        torch.testing.assert_close(getattr(got, name), getattr(want, name), atol=1e-6, rtol=0)
-    got.loss.backward()
-    want.loss.backward()
-    for (name, a), b in zip(padded.named_parameters(), cut_off.named_parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b[1].grad, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
 def test_the_token_used_for_padding_is_trained_where_it_is_real() -> None:
     """What is padding is said by the mask, never by the id: an EOS token used for padding still has to be learnt."""
     for pad in (None, 9):
-        config = tiny_config(pad_token_id=pad)
-        model = referee_model(config, full_state(tiny_config()), own=True)
+        model = our_model(tiny_config(pad_token_id=pad))
         ids = torch.tensor([[1, 9, 2, 9, 3, 4]])
         model(input_ids=ids, labels=ids).loss.backward()
         assert model.get_input_embeddings().weight.grad[9].abs().max() > 0
-
-
-def _padded_under_a_mesh(rank: int, world_size: int, ep: int, side: str) -> Any:
-    config = mixed_config(router_aux_loss_coef=0.5, router_z_loss_coef=0.1, pad_token_id=9)
-    state = full_state(mixed_config())
-    ids, mask, labels = padded_batch(side)
-    plain = referee_model(config, state, own=True)
-    want = plain(input_ids=ids, attention_mask=mask, labels=labels)
-    want.loss.backward()
-
-    mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=config.sizes.num_key_value_heads)
-    model = build_model(config, mesh=mesh, seed=0)
-    table = shard_table(config, mesh)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(cut(state[name], table.shard(name, tuple(state[name].shape), group_rank=rank)))
-    got = model(input_ids=ids, attention_mask=mask, labels=labels)
-    got.loss.backward()
-    for name in ("loss", "lm_loss", "aux_loss", "z_loss"):
-        torch.testing.assert_close(getattr(got, name), getattr(want, name), atol=1e-5, rtol=0)
-    assert torch.equal(got.sums.expert_counts, want.sums.expert_counts)
-    for name, parameter in model.named_parameters():
-        shard = table.shard(name, tuple(state[name].shape), group_rank=rank)
-        gradient = cut(plain.get_parameter(name).grad, shard)
-        torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize(("ep", "side"), [(2, "left"), (1, "right")])
-@pytest.mark.requirement("R-MOE-11")
-def test_padding_under_a_mesh_is_as_on_one_process(ep: int, side: str) -> None:
-    run_ranks(_padded_under_a_mesh, 2, ep, side)
 
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 7}

@@ -1,24 +1,28 @@
-"""Training our class without our loop: its losses, transformers' Trainer, checkpointing, frozen parameters."""
+"""Training our class without our loop: losses, transformers' Trainer, checkpointing, frozen parameters, precision."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from modeling import auxiliary as auxiliary_module
-from modeling.model import GatherMoeForCausalLM
-from tests.referee import full_state, mixed_config, referee_model, tiny_config
+from modeling.execution import Execution
+from modeling.router import GatherMoeRouter
+from tests.referee import (
+    Tensors,
+    assert_all_match,
+    full_state,
+    gradients_of,
+    mixed_config,
+    our_model,
+    referee_model,
+    tiny_config,
+)
 
 AUXILIARY = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
-
-
-def model_of(config: Any) -> GatherMoeForCausalLM:
-    model = referee_model(config, full_state(config), own=True)
-    assert isinstance(model, GatherMoeForCausalLM)
-    return model
 
 
 def ids_and_labels(rows: int = 4) -> tuple[Tensor, Tensor]:
@@ -28,11 +32,7 @@ def ids_and_labels(rows: int = 4) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+def assert_same(got: Tensors, want: Tensors) -> None:
     assert set(got) == set(want)
     for name, gradient in got.items():
         assert torch.equal(gradient, want[name]), name
@@ -46,16 +46,16 @@ def test_the_auxiliary_loss_needs_no_flag() -> None:
     router = "model.layers.1.mlp.gate.weight"
     by_coefficient = {}
     for coefficient in (0.0, 0.5, 1.0):
-        model = model_of(mixed_config(router_aux_loss_coef=coefficient))
+        model = our_model(mixed_config(router_aux_loss_coef=coefficient))
         out = model(input_ids=ids, labels=labels)
         out.loss.backward()
-        by_coefficient[coefficient] = (out, gradients(model)[router])
+        by_coefficient[coefficient] = (out, gradients_of(model)[router])
         assert out.aux_loss > 1.0
         torch.testing.assert_close(out.loss.detach(), out.lm_loss + coefficient * out.aux_loss)
     plain, half, whole = (by_coefficient[c][1] for c in (0.0, 0.5, 1.0))
     assert (half - plain).abs().max() > 1e-3
     torch.testing.assert_close(whole - plain, 2 * (half - plain), atol=1e-6, rtol=0)
-    evaluated = model_of(config).eval()(input_ids=ids, labels=labels)
+    evaluated = our_model(config).eval()(input_ids=ids, labels=labels)
     assert evaluated.aux_loss is None
     assert torch.equal(evaluated.loss, evaluated.lm_loss)
 
@@ -64,43 +64,22 @@ def test_the_auxiliary_loss_needs_no_flag() -> None:
 @pytest.mark.requirement("R-LOSS-07")
 def test_the_auxiliary_loss_is_added_once(options: dict[str, Any]) -> None:
     ids, labels = ids_and_labels()
-    out = model_of(mixed_config(**AUXILIARY))(input_ids=ids, labels=labels, **options)
+    out = our_model(mixed_config(**AUXILIARY))(input_ids=ids, labels=labels, **options)
     torch.testing.assert_close(out.loss.detach(), out.lm_loss + 0.5 * out.aux_loss + 0.1 * out.z_loss)
     assert not out.aux_loss.requires_grad
     assert not out.lm_loss.requires_grad
 
 
-@pytest.mark.requirement("R-LOSS-08")
-def test_the_auxiliary_loss_is_a_mean_over_layers() -> None:
-    """Two layers, two experts, top 1: each layer sends everything to an expert of its own."""
-    config = tiny_config(num_experts=2, num_experts_per_tok=1, router_aux_loss_coef=1.0, norm_topk_prob=False)
-    model = model_of(config)
-    for i, layer in enumerate(model.model.layers):
-        layer.post_attention_layernorm.weight.data.zero_()
-        layer.post_attention_layernorm.weight.data[0] = 1.0
-
-        def fixed(module: Any, args: Any, *, expert: int = i, **_: Any) -> Any:
-            x = torch.zeros_like(args[0])
-            x[:, 0] = 1.0
-            return (x,)
-
-        layer.mlp.gate.register_forward_pre_hook(fixed)
-        layer.mlp.gate.weight.data.zero_()
-        layer.mlp.gate.weight.data[:, 0] = torch.tensor([10.0, -10.0]) * (1 if i == 0 else -1)
-    ids, labels = ids_and_labels()
-    assert model(input_ids=ids, labels=labels).aux_loss.item() == pytest.approx(2.0, abs=1e-5)
-
-
 @pytest.mark.requirement("R-LOSS-09")
 def test_two_z_losses_with_two_names() -> None:
     ids, labels = ids_and_labels()
-    plain = model_of(tiny_config())(input_ids=ids, labels=labels)
-    router = model_of(tiny_config(router_z_loss_coef=0.1))(input_ids=ids, labels=labels)
+    plain = our_model(tiny_config())(input_ids=ids, labels=labels)
+    router = our_model(tiny_config(router_z_loss_coef=0.1))(input_ids=ids, labels=labels)
     torch.testing.assert_close(router.loss.detach(), plain.loss.detach() + 0.1 * plain.z_loss)
     torch.testing.assert_close(router.z_loss, plain.z_loss)
     squares = plain.logits.logsumexp(-1)[:, :-1].square()[labels[:, 1:] != -100].mean().detach()
     for options in ({}, {"output_logits": False}):
-        vocabulary = model_of(tiny_config(logits_z_loss_coef=0.1))(input_ids=ids, labels=labels, **options)
+        vocabulary = our_model(tiny_config(logits_z_loss_coef=0.1))(input_ids=ids, labels=labels, **options)
         torch.testing.assert_close(vocabulary.loss.detach(), plain.loss.detach() + 0.1 * squares)
         torch.testing.assert_close(vocabulary.lm_loss, plain.lm_loss)
 
@@ -119,10 +98,10 @@ def test_a_coefficient_of_zero_changes_nothing_bitwise(monkeypatch: pytest.Monke
 
         with monkeypatch.context() as patch:
             patch.setattr(auxiliary_module, "auxiliary_losses", poisoned)
-            model = model_of(tiny_config(router_z_loss_coef=0.0, router_aux_loss_coef=0.0, logits_z_loss_coef=0.0))
+            model = our_model(tiny_config(router_z_loss_coef=0.0, router_aux_loss_coef=0.0, logits_z_loss_coef=0.0))
             out = model(input_ids=ids, labels=labels)
         out.loss.backward()
-        results.append({"loss": out.loss.detach(), **gradients(model)})
+        results.append({"loss": out.loss.detach(), **gradients_of(model)})
     assert out.z_loss.isnan()
     assert_same(*results)
 
@@ -131,11 +110,11 @@ def test_a_coefficient_of_zero_changes_nothing_bitwise(monkeypatch: pytest.Monke
 @pytest.mark.requirement("R-LOSS-03")
 def test_a_batch_without_targets_teaches_nothing(options: dict[str, Any]) -> None:
     ids, labels = ids_and_labels()
-    model = model_of(mixed_config(**AUXILIARY, logits_z_loss_coef=0.1))
+    model = our_model(mixed_config(**AUXILIARY, logits_z_loss_coef=0.1))
     out = model(input_ids=ids, labels=torch.full_like(labels, -100), **options)
     out.loss.backward()
     assert (out.loss.item(), out.lm_loss.item()) == (0.0, 0.0)
-    found = gradients(model)
+    found = gradients_of(model)
     assert set(found) == {name for name, _ in model.named_parameters()}
     assert not any(gradient.any() for gradient in found.values())
 
@@ -143,7 +122,7 @@ def test_a_batch_without_targets_teaches_nothing(options: dict[str, Any]) -> Non
 def test_calls_of_unequal_size_add_up_to_the_whole_batch() -> None:
     ids, labels = ids_and_labels()
     config = mixed_config(**AUXILIARY)
-    whole, parts = model_of(config), model_of(config)
+    whole, parts = our_model(config), our_model(config)
     want = whole(input_ids=ids, labels=labels)
     want.loss.backward()
     num_items, num_tokens = int((labels[:, 1:] != -100).sum()), ids.numel()
@@ -155,8 +134,7 @@ def test_calls_of_unequal_size_add_up_to_the_whole_batch() -> None:
         out.loss.backward()
         total += out.loss.detach()
     torch.testing.assert_close(total, want.loss.detach())
-    for name, gradient in gradients(parts).items():
-        torch.testing.assert_close(gradient, gradients(whole)[name], atol=1e-6, rtol=0)
+    assert_all_match(gradients_of(parts), gradients_of(whole), atol=1e-6)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -198,36 +176,38 @@ def trainer(model: Any, folder: Path, **options: Any) -> WatchedTrainer:
     return WatchedTrainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(), **extra)
 
 
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_checkpointing": True}], ids=str)
+@pytest.mark.requirement("R-LOSS-06")
 @pytest.mark.requirement("R-LOSS-07")
-def test_in_transformers_trainer_the_auxiliary_loss_is_added_once(tmp_path: Path) -> None:
-    run = trainer(model_of(mixed_config(**AUXILIARY)), tmp_path)
+@pytest.mark.requirement("R-MOE-05")
+def test_transformers_trainer_adds_the_auxiliary_loss_once_and_moves_every_parameter(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = our_model(mixed_config(**AUXILIARY))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run = trainer(model, tmp_path, **options)
     run.train()
     assert len(run.seen) == 2
     for loss, out in run.seen:
         torch.testing.assert_close(loss, out.lm_loss + 0.5 * out.aux_loss + 0.1 * out.z_loss, atol=1e-5, rtol=0)
         assert out.aux_loss > 0
-
-
-@pytest.mark.requirement("R-LOSS-06")
-def test_in_transformers_trainer_every_parameter_moves(tmp_path: Path) -> None:
-    model = model_of(mixed_config(router_aux_loss_coef=0.5))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer(model, tmp_path).train()
-    still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
-    assert still == []
+    for name, parameter in model.named_parameters():
+        moved = parameter.detach() != before[name]
+        assert moved.flatten(1).any(1).all() if ".experts." in name else moved.any(), name  # every single expert
 
 
 @pytest.mark.parametrize(
     ("coefficient", "ignored"),
     [(0.0, True), (0.5, False)],  # with both, a call's share of the targets stands for its share of the tokens
 )
+@pytest.mark.requirement("R-CFG-05")
 def test_accumulation_in_transformers_trainer_weights_tokens_alike(
     coefficient: float, ignored: bool, tmp_path: Path
 ) -> None:
     """One batch of 8 and four of 2 are the same step."""
     weights, losses = [], []
     for size, accumulation in ((8, 1), (2, 4)):
-        model = model_of(mixed_config(router_aux_loss_coef=coefficient))
+        model = our_model(mixed_config(router_aux_loss_coef=coefficient))
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
         run = trainer(model, tmp_path, max_steps=1, optim="sgd", **sizes)
         run.train_dataset = Rows(ignored=ignored)
@@ -235,8 +215,8 @@ def test_accumulation_in_transformers_trainer_weights_tokens_alike(
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
         losses.append(run.state.log_history[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weight, weights[1][name], atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert_all_match(weights[0], weights[1], atol=1e-6)
+    assert not torch.equal(weights[0]["lm_head.weight"], full_state(mixed_config())["lm_head.weight"])
 
 
 @pytest.mark.parametrize("with_metrics", [False, True])
@@ -247,7 +227,7 @@ def test_evaluating_in_transformers_trainer(tmp_path: Path, with_metrics: bool) 
         shapes.append((prediction.predictions.shape, prediction.label_ids.shape))
         return {"seen": 1.0}
 
-    model = model_of(mixed_config(**AUXILIARY))
+    model = our_model(mixed_config(**AUXILIARY))
     run = trainer(model, tmp_path, **({"compute_metrics": metrics} if with_metrics else {}))
     result = run.evaluate()
     ids, labels = ids_and_labels(8)
@@ -259,7 +239,7 @@ def test_evaluating_in_transformers_trainer(tmp_path: Path, with_metrics: bool) 
 def run_once(config: Any, *, reentrant: bool | None, frozen: bool = False, zero_router: bool = False) -> Any:
     """Loss and gradients, with checkpointing unless `reentrant` is None."""
     ids, labels = ids_and_labels()
-    model = model_of(config)
+    model = our_model(config)
     if zero_router:
         for layer in model.model.layers:
             if hasattr(layer.mlp, "gate"):
@@ -274,7 +254,7 @@ def run_once(config: Any, *, reentrant: bool | None, frozen: bool = False, zero_
             model.enable_input_require_grads()
     out = model(input_ids=ids, labels=labels)
     out.loss.backward()
-    return out.loss.detach(), gradients(model)
+    return out.loss.detach(), gradients_of(model)
 
 
 @pytest.mark.parametrize("zero_router", [False, True], ids=["routed", "exact ties"])
@@ -289,7 +269,7 @@ def test_checkpointing_changes_no_gradient(reentrant: bool, zero_router: bool, d
         results.append(run_once(config, reentrant=mode, zero_router=zero_router))
     assert torch.equal(results[0][0], results[1][0])
     assert_same(results[1][1], results[0][1])
-    assert set(results[0][1]) == {name for name, _ in model_of(config).named_parameters()}
+    assert set(results[0][1]) == {name for name, _ in our_model(config).named_parameters()}
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
@@ -309,7 +289,7 @@ def test_checkpointing_with_a_frozen_base_changes_no_gradient(reentrant: bool) -
 def test_transformers_trainer_can_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
     weights = []
     for checkpointing in ({}, {"gradient_checkpointing": True, **options}):
-        model = model_of(mixed_config(**AUXILIARY))
+        model = our_model(mixed_config(**AUXILIARY))
         trainer(model, tmp_path, **checkpointing).train()
         weights.append({name: p.detach() for name, p in model.named_parameters()})
     assert_same(*weights)
@@ -317,7 +297,7 @@ def test_transformers_trainer_can_checkpoint(options: dict[str, Any], tmp_path: 
 
 @pytest.mark.requirement("R-FT-06")
 def test_a_frozen_router_stays_bitwise_the_same(tmp_path: Path) -> None:
-    model = model_of(mixed_config(**AUXILIARY))
+    model = our_model(mixed_config(**AUXILIARY))
     routers = {name: p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
     assert len(routers) == 2
     before = {name: p.detach().clone() for name, p in routers.items()}
@@ -338,13 +318,79 @@ def test_any_part_can_be_frozen_without_changing_the_others() -> None:
     config = mixed_config(**AUXILIARY)
     _, want = run_once(config, reentrant=None)
     for part in ("experts", "self_attn", "norm", "embed_tokens", "lm_head", "gate"):
-        model = model_of(config)
+        model = our_model(config)
         frozen = {name for name, _ in model.named_parameters() if part in name}
         assert frozen
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
         model(input_ids=ids, labels=labels, output_logits=False).loss.backward()
-        got = gradients(model)
+        got = gradients_of(model)
         assert set(got) == set(want) - frozen
         for name, gradient in got.items():
             torch.testing.assert_close(gradient, want[name], atol=1e-6, rtol=0)
+
+
+CONFIGS: dict[str, Any] = {
+    "mixtral": tiny_config(qk_norm="none"),
+    "qwen3_moe": mixed_config(qk_norm="head"),
+    "olmoe": tiny_config(qk_norm="full", norm_topk_prob=False),
+}
+
+
+def under_autocast(model: Any, *, enabled: bool = True, **options: Any) -> tuple[Tensor, Tensors]:
+    """Loss and float32 gradients of a call in bfloat16, but for what autocast keeps in float32."""
+    ids, _ = ids_and_labels()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        loss = model(input_ids=ids, labels=ids, **options).loss
+    loss.backward()
+    return loss.detach(), {name: gradient.float() for name, gradient in gradients_of(model).items()}
+
+
+def distance(got: Tensors, want: Tensors) -> float:
+    """Of all gradients together, relative."""
+    square = sum((got[name] - want[name]).square().sum() for name in want)
+    return float((square / sum(gradient.square().sum() for gradient in want.values())) ** 0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"output_logits": False}], ids=str)
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_autocast_is_as_near_to_float32_as_the_stock_model(name: str, backend: str, options: dict[str, Any]) -> None:
+    config = CONFIGS[name]
+    state = full_state(config)
+    want_loss, want = under_autocast(referee_model(config, state), enabled=False)
+    _, stock = under_autocast(referee_model(config, state))
+    ours = our_model(config, execution=Execution(experts_backend=backend))
+    loss, got = under_autocast(ours, **options)
+    assert {p.grad.dtype for p in ours.parameters()} == {torch.float32}
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, want_loss, atol=1e-2, rtol=0)
+    assert 0 < distance(got, want) < 1.5 * distance(stock, want)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.requirement("R-MOE-10")
+def test_routing_is_in_float32_in_a_bf16_model_and_under_autocast(autocast: bool) -> None:
+    model = our_model(mixed_config())
+    if not autocast:
+        model.bfloat16()
+    routers = [module for module in model.modules() if isinstance(module, GatherMoeRouter)]
+    seen: list[tuple[Tensor, Any]] = []
+    for router in routers:
+        router.register_forward_hook(lambda _, args, out: seen.append((args[0].detach(), out)))
+    under_autocast(model, enabled=autocast)
+    assert len(seen) == len(routers) == 2
+    for router, (x, routing) in zip(routers, seen, strict=True):
+        assert routing.logits_tE.dtype == routing.weights_tA.dtype == torch.float32
+        exact = x.double() @ router.weight.detach().double().t()
+        torch.testing.assert_close(routing.logits_tE.detach().double(), exact, atol=1e-5, rtol=1e-5)
+        assert torch.equal(routing.expert_ids_tA, exact.topk(3).indices)
+
+
+def test_a_bf16_model_generates() -> None:
+    ids, _ = ids_and_labels()
+    model = our_model(tiny_config()).bfloat16().eval()
+    got = model.generate(ids[:, :4], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert got.shape == (4, 12)
+    with torch.no_grad():
+        assert model(ids).logits.dtype == torch.bfloat16

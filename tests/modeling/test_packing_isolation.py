@@ -1,6 +1,7 @@
-"""Documents packed in one block do not see each other, whichever attention does it."""
+"""Batches of our pipeline: documents packed in one block do not see each other, and padding has no effect."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +12,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling.attention import check_isolation, document_positions, find_documents
 from modeling.model import GatherMoeForCausalLM
-from tests.referee import full_state, mixed_config
+from recipe.data.batches import MicroBatch, evaluation_batches
+from recipe.data.loader import LoaderOptions, StepLoader
+from tests.data_samples import prepare
+from tests.referee import assert_all_match, gradients_of, mixed_config, our_model
 
 BLOCK = 16
 STARTS = ((0, 3, 11), (0,), (0, 9))
 IMPLEMENTATIONS = ["sdpa", "eager"]
 
 
-def model_with(implementation: str, **changes: Any) -> GatherMoeForCausalLM:
+def model_with(implementation: str = "sdpa", **changes: Any) -> GatherMoeForCausalLM:
     config = mixed_config(**changes)
     config._attn_implementation = implementation
-    model = GatherMoeForCausalLM(config)
-    model.load_state_dict(full_state(config))
-    return model.eval()
+    return our_model(config).eval()
 
 
 def block_ids() -> Tensor:
@@ -68,24 +70,6 @@ def test_a_document_does_not_move_when_another_changes(implementation: str) -> N
     moved = (before - after).abs().amax(-1) > 1e-6
     assert moved[0].tolist() == [False, True, True] + [False] * 13
     assert not moved[1:].any()
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.requirement("R-LEN-02")
-def test_gradients_stay_inside_a_document(implementation: str) -> None:
-    model, ids = model_with(implementation), block_ids()
-    embeds = model.model.embed_tokens(ids).detach().requires_grad_()
-    out = model.model(inputs_embeds=embeds, document_starts=STARTS).last_hidden_state
-    (grad,) = torch.autograd.grad(out[0, 3:11].square().sum(), embeds)
-    assert grad[0].any(dim=-1).tolist() == [3 <= s < 11 for s in range(BLOCK)]
-    assert not grad[1:].any()
-
-
-@pytest.mark.requirement("R-LEN-02")
-def test_eager_attention_gives_the_same_logits() -> None:
-    ids = block_ids()
-    want = packed_logits(model_with("sdpa"), ids)
-    torch.testing.assert_close(packed_logits(model_with("eager"), ids), want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -168,3 +152,83 @@ def test_varlen_kernels_get_the_flattened_batch(monkeypatch: pytest.MonkeyPatch)
     assert seen[0]["mask"] is None
     assert (seen[0]["max_length_q"], seen[0]["max_length_k"]) == (BLOCK, BLOCK)
     assert torch.equal(seen[0]["cu_seq_lens_q"], seen[0]["cu_seq_lens_k"])
+
+
+PACKED = ((0, 4, 11), (0, 9), (0,))  # in each sequence the last is padding
+DOCUMENTS = ((0, slice(0, 4)), (0, slice(4, 11)), (1, slice(0, 9)))
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.requirement("R-MOE-11")
+def test_documents_packed_beside_padding_train_as_they_do_one_by_one(attention: str) -> None:
+    alone, packed = model_with().train(), model_with(attention).train()
+    ids = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(2))
+    mask, labels = torch.zeros(3, 16, dtype=torch.bool), torch.full((3, 16), -100)
+    for row, here in DOCUMENTS:
+        mask[row, here] = True
+        labels[row, here.start + 1 : here.stop] = ids[row, here.start + 1 : here.stop]
+    share = {"num_items_in_batch": int((labels != -100).sum())}
+
+    got = packed(input_ids=ids, labels=labels, document_starts=PACKED, attention_mask=mask, **share)
+    got.loss.backward()
+    loss, counts = torch.tensor(0.0), torch.zeros(2, 8)
+    for row, here in DOCUMENTS:
+        one = ids[row : row + 1, here]
+        want = alone(input_ids=one, labels=one, **share)
+        want.loss.backward()
+        torch.testing.assert_close(got.logits[row, here], want.logits[0], atol=1e-5, rtol=0)
+        loss, counts = loss + want.loss, counts + want.sums.expert_counts
+    torch.testing.assert_close(got.loss, loss, atol=1e-5, rtol=0)
+    assert torch.equal(got.sums.expert_counts, counts)
+    assert counts.sum().item() == 2 * 3 * (4 + 7 + 9)
+    assert_all_match(gradients_of(packed), gradients_of(alone))
+
+
+WORDS = {"vocab_size": 210, "max_position_embeddings": BLOCK}
+
+
+def data(folder: Path) -> Any:
+    """Documents of one to twenty tokens, and their end tokens, in blocks of 16."""
+    texts = [" ".join(f"w{(7 * d + i) % 200}" for i in range(1 + d * 5 % 20)) for d in range(15)]
+    return prepare(folder, texts, block_size=BLOCK).train
+
+
+def inputs_of(batch: MicroBatch) -> dict[str, Any]:
+    inputs = {"input_ids": batch.input_ids, "labels": batch.labels, "document_starts": batch.document_starts}
+    return inputs if batch.token_mask is None else {**inputs, "attention_mask": batch.token_mask}
+
+
+@torch.no_grad()
+@pytest.mark.requirement("R-LOSS-04")
+def test_a_batch_of_our_pipeline_is_shifted_once(tmp_path: Path) -> None:
+    """By hand: every document alone, -log p(x[t+1] | x[:t]) for all its tokens but the first."""
+    options = LoaderOptions(num_sequences=3, shuffle=False, seed=0)
+    [batch], _ = next(StepLoader(data(tmp_path), options=options).steps(0))
+    assert sum(len(starts) for starts in batch.document_starts) > 4
+    model, losses = model_with(**WORDS).train(), []
+    for row, starts in zip(batch.input_ids, batch.document_starts, strict=True):
+        for start, end in zip(starts, (*starts[1:], BLOCK), strict=True):
+            document = row[start:end]
+            log_probs = model(input_ids=document[None]).logits[0].log_softmax(-1)
+            losses += [-log_probs[t, document[t + 1]] for t in range(len(document) - 1)]
+    assert len(losses) == batch.num_targets
+    for options_of_call in ({}, {"output_logits": False}):
+        got = model(**inputs_of(batch), **options_of_call).lm_loss
+        torch.testing.assert_close(got, torch.stack(losses).mean(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize("training", [False, True])
+def test_sequences_of_padding_have_no_effect(tmp_path: Path, training: bool, attention: str) -> None:
+    *_, batch = evaluation_batches(data(tmp_path), num_sequences=3, dp=1, dp_rank=0)
+    assert batch.token_mask is not None
+    real = int(batch.token_mask.any(dim=1).sum())
+    assert 0 < real < 3
+    model = model_with(attention, **WORDS, router_aux_loss_coef=0.5, router_z_loss_coef=0.1).train(training)
+    got = model(**inputs_of(batch))
+    inputs = {key: value[:real] for key, value in inputs_of(batch).items()}
+    want = model(**(inputs | {"attention_mask": None}))
+    assert torch.isfinite(got.logits).all()
+    torch.testing.assert_close(got.logits[:real], want.logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got.loss, want.loss, atol=1e-5, rtol=0)
+    assert torch.equal(got.sums.expert_counts, want.sums.expert_counts)

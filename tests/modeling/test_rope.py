@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ def exact_tables(config: GatherMoeConfig, positions: Tensor) -> RotaryTables:
     return RotaryTables(angles.cos(), angles.sin())
 
 
-def worst_error(model: Any, call: Any) -> float:
-    """Run `call` and compare the tables that the model made, before their final cast, with the definition."""
+def worst_error(model: Any) -> float:
+    """Of the tables that a call of the model makes, before their final cast, compared with the definition."""
     errors = []
     original = model_module.rotary_tables
 
@@ -43,41 +44,31 @@ def worst_error(model: Any, call: Any) -> float:
         assert torch.equal(after.cos, before_cast.cos.to(dtype))
         return after
 
-    model_module.rotary_tables = watched
-    try:
-        call(model)
-    finally:
-        model_module.rotary_tables = original
+    with patch.object(model_module, "rotary_tables", watched):
+        ids = torch.zeros(1, 16, dtype=torch.int64)
+        with torch.no_grad():
+            model(input_ids=ids, position_ids=torch.linspace(0, POSITIONS, 16).long()[None], use_cache=False)
     assert errors
     return max(errors)
 
 
-def forward(model: Any) -> None:
-    ids = torch.zeros(1, 16, dtype=torch.int64)
-    position_ids = torch.linspace(0, POSITIONS, 16).long()[None]
-    with torch.no_grad():
-        model(input_ids=ids, position_ids=position_ids, use_cache=False)
-
-
+@pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.requirement("R-LEN-01")
-def test_tables_are_exact_after_a_cast() -> None:
-    model = GatherMoeForCausalLM(tiny_config(**LONG)).bfloat16()
+def test_tables_are_exact_in_a_model_that_is_cast_or_loaded_in_bf16(loaded: bool, tmp_path: Path) -> None:
+    model = GatherMoeForCausalLM(tiny_config(**LONG))
+    if loaded:
+        model.save_pretrained(tmp_path)
+        model = GatherMoeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    else:
+        model.bfloat16()
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
-    assert worst_error(model, forward) < 1e-3
-
-
-@pytest.mark.requirement("R-LEN-01")
-def test_tables_are_exact_after_loading_in_bf16(tmp_path: Path) -> None:
-    GatherMoeForCausalLM(tiny_config(**LONG)).save_pretrained(tmp_path)
-    model = GatherMoeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
-    assert worst_error(model, forward) < 1e-3
+    assert worst_error(model) < 1e-3
 
 
 def _under_deepspeed(rank: int, world_size: int, stage: int) -> float:
     config = tiny_config(**LONG)
     engine = start_engine(config, full_state(config), Case(dp=world_size, stage=stage, bf16=True))
-    return worst_error(engine.ds, forward)
+    return worst_error(engine.ds)
 
 
 @pytest.mark.slow

@@ -1,22 +1,31 @@
-"""Routing: the choice among equals, padding, renormalising, and the sums the auxiliary losses are made of."""
+"""Routing: the choice among equals, padding, renormalising, sums for auxiliary losses, and what a capacity drops."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.mesh import one_rank_mesh
+from modeling.execution import Execution
+from modeling.init import build_model
+from modeling.layout import ParallelLayout
+from modeling.mesh import build_mesh, one_rank_mesh
 from modeling.router import (
     GatherMoeRouter,
     RouterStatistics,
     Routing,
+    expert_capacity,
+    kept_choices,
     route,
     router_statistics,
     sigmoid_scores,
     softmax_scores,
 )
+from tests.engine_runs import slow
+from tests.ranks import run_ranks
 from tests.referee import tiny_config
 
 TOKENS, EXPERTS, ACTIVE = 12, 6, 3
@@ -38,19 +47,15 @@ def test_among_equals_the_lower_expert_wins(num_experts: int) -> None:
 
 
 @pytest.mark.parametrize("renormalise", [False, True])
-def test_the_best_experts_are_chosen_in_order(renormalise: bool) -> None:
-    routing = route(logits(), num_active=ACTIVE, renormalise=renormalise)
-    top = logits().softmax(-1).topk(ACTIVE)
+@pytest.mark.parametrize("kind", SCORES)
+def test_the_best_experts_are_chosen_in_order(kind: str, renormalise: bool) -> None:
+    routing = route(logits(), num_active=ACTIVE, renormalise=renormalise, score=SCORES[kind], scaling_factor=2.5)
+    scores = logits().softmax(-1) if kind == "softmax" else logits().sigmoid()
+    top = scores.topk(ACTIVE)
     assert torch.equal(routing.expert_ids_tA, top.indices)
     want = top.values / top.values.sum(-1, keepdim=True) if renormalise else top.values
-    torch.testing.assert_close(routing.weights_tA, want)
+    torch.testing.assert_close(routing.weights_tA, 2.5 * want)
     assert torch.equal(routing.logits_tE, logits())
-
-
-def test_renormalised_weights_are_a_softmax_over_the_chosen() -> None:
-    routing = route(logits(), num_active=ACTIVE, renormalise=True)
-    kept = logits().gather(1, routing.expert_ids_tA).softmax(-1)
-    torch.testing.assert_close(routing.weights_tA, kept)
 
 
 @pytest.mark.parametrize("renormalise", [False, True])
@@ -146,15 +151,6 @@ def test_sequences_of_other_ranks_have_empty_sums() -> None:
     assert got.z_B[[0, 1, 3]].tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_sigmoid_scores_are_each_experts_own(renormalise: bool) -> None:
-    routing = route(logits(), num_active=ACTIVE, renormalise=renormalise, score=sigmoid_scores, scaling_factor=2.5)
-    top = logits().sigmoid().topk(ACTIVE)
-    assert torch.equal(routing.expert_ids_tA, top.indices)
-    want = top.values / top.values.sum(-1, keepdim=True) if renormalise else top.values
-    torch.testing.assert_close(routing.weights_tA, 2.5 * want)
-
-
 def test_sigmoid_routing_is_deepseeks() -> None:
     """transformers' DeepSeek-V3 router, with one group of experts, on the same weights and biases."""
     from transformers import DeepseekV3Config
@@ -240,3 +236,104 @@ def test_a_bias_stays_in_float32_when_its_router_does_not(cast: Any) -> None:
     assert router.e_score_correction_bias.dtype == torch.float32
     assert torch.equal(router.e_score_correction_bias, want)
     assert "e_score_correction_bias" in router.state_dict()
+
+
+NUM_TOKENS = 24  # of a layer whose experts have a capacity
+
+
+def choices(kind: str, num_active: int) -> Tensor:
+    """Expert ids [T, A]; every seventh token is padding."""
+    generator = torch.Generator().manual_seed(num_active)
+    logits = torch.randn(NUM_TOKENS, EXPERTS, generator=generator)
+    if kind == "one expert":
+        logits[:, 2] += 100.0
+    ids = logits.topk(num_active).indices
+    ids[::7] = EXPERTS
+    return ids
+
+
+def kept_by_a_loop(ids_TA: Tensor, capacity: int) -> Tensor:
+    taken = [0] * EXPERTS
+    kept = torch.ones_like(ids_TA, dtype=torch.bool)
+    for choice in range(ids_TA.shape[1]):
+        for token in range(NUM_TOKENS):
+            expert = int(ids_TA[token, choice])
+            if expert < EXPERTS:
+                kept[token, choice] = taken[expert] < capacity
+                taken[expert] += 1
+    return kept
+
+
+LIMITS = list(itertools.product(("random", "one expert"), (1, 2, 6), (0, 1, 3, 100)))
+
+
+def _kept(rank: int, world_size: int) -> list[Tensor]:
+    """Which choices of this rank's tokens are kept, for every one of LIMITS."""
+    group = dist.group.WORLD if world_size > 1 else None
+    kept = []
+    for kind, num_active, capacity in LIMITS:
+        ids_tA = choices(kind, num_active).chunk(world_size)[rank]
+        kept.append(kept_choices(ids_tA, num_experts=EXPERTS, capacity=capacity, group=group))
+    return kept
+
+
+@pytest.mark.parametrize("world_size", [1, 2, slow(4)])
+def test_what_any_number_of_ranks_keeps_is_what_a_loop_keeps(world_size: int) -> None:
+    by_rank = run_ranks(_kept, world_size)
+    for (kind, num_active, capacity), *parts in zip(LIMITS, *by_rank, strict=True):
+        want = kept_by_a_loop(choices(kind, num_active), capacity)
+        assert torch.equal(torch.cat(parts), want), (kind, num_active, capacity)
+
+
+def test_the_capacity_is_a_factor_of_the_even_share() -> None:
+    assert expert_capacity(64, num_active=1, num_experts=8, factor=1.0) == 8
+    assert expert_capacity(64, num_active=2, num_experts=8, factor=1.25) == 20
+    assert expert_capacity(100, num_active=1, num_experts=10, factor=1.1) == 11
+    assert expert_capacity(65, num_active=1, num_experts=8, factor=1.0) == 9
+
+
+def _block(rank: int, world_size: int, strategy: str, ep: int) -> dict[str, Tensor]:
+    """Output and gradients for this rank's tokens, of which many are dropped, and what the statistics say."""
+    config = tiny_config(num_experts=EXPERTS, capacity_factor=0.5)
+    mesh = one_rank_mesh()
+    if world_size > 1:
+        mesh = build_mesh(ParallelLayout(tp=world_size, ep=ep), num_key_value_heads=2)
+    model = build_model(config, mesh=mesh, execution=Execution(strategy=strategy), seed=5, dtype=torch.float64)
+    block = model.model.layers[0].mlp
+    x = torch.randn(NUM_TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x_tD = x.chunk(world_size)[rank].clone().requires_grad_()
+    out, routing = block(x_tD)
+    out.square().sum().backward()
+    statistics = router_statistics(
+        routing, sequence_of_token_t=torch.zeros(len(x_tD), dtype=torch.int64), num_sequences=1, token_mask_t=None
+    )
+    nowhere = (routing.expert_ids_tA == EXPERTS).all(1)
+    assert not out[nowhere].any(), "a token without an expert gets nothing: the residual passes by"
+    block.eval()
+    assert block(x_tD).routing.chosen_ids_tA is None
+    gate_gradient = block.gate.weight.grad
+    assert gate_gradient is not None
+    assert x_tD.grad is not None
+    return {
+        "out": out.detach(),
+        "x": x_tD.grad,
+        "gate": gate_gradient,
+        "ids": routing.expert_ids_tA,
+        "counts": statistics.counts_BE[0],
+        "dropped": statistics.dropped_B,
+    }
+
+
+@pytest.mark.parametrize(("strategy", "ep"), [("all_to_all", 2), ("gather_tokens", 2), ("gather_weights", 1)])
+def test_every_strategy_drops_what_one_rank_drops(strategy: str, ep: int) -> None:
+    alone = _block(0, 1, strategy, 1)
+    by_rank = run_ranks(_block, 2, strategy, ep)
+    for name in ("out", "x", "ids"):
+        torch.testing.assert_close(torch.cat([answer[name] for answer in by_rank]), alone[name])
+    for name in ("gate", "counts", "dropped"):
+        torch.testing.assert_close(sum(answer[name] for answer in by_rank), alone[name])
+    capacity = expert_capacity(NUM_TOKENS, num_active=2, num_experts=EXPERTS, factor=0.5)
+    assert (alone["ids"] == EXPERTS).all(1).any()
+    assert alone["counts"].sum() == NUM_TOKENS * 2, "the balance loss sees dropped choices, too"
+    assert alone["dropped"].item() == (alone["counts"] - capacity).clamp(min=0).sum()
+    assert alone["ids"].flatten().bincount()[:EXPERTS].max() == capacity

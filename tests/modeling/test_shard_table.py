@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.shard_table import FULL_QK_NORM, TABLE, ShardTable
 from recipe.engine.engine import tag_parameters
+from tests.engine_runs import mesh_without_groups
 from tests.referee import mixed_config, tiny_config
 
 CONFIGS = {
@@ -32,11 +32,8 @@ EVERYWHERE = pytest.mark.parametrize("tp_ep", LAYOUTS, ids=str)
 EVERY_CONFIG = pytest.mark.parametrize("config_name", list(CONFIGS))
 
 
-def mesh_of(tp_ep: tuple[int, int], group_rank: int) -> Any:
-    """A mesh without process groups: enough to build modules, not to run them."""
-    layout = ParallelLayout(tp=tp_ep[0], ep=tp_ep[1])
-    group: Any = SimpleNamespace() if layout.tp > 1 else None
-    return ParallelMesh(layout=layout, rank=group_rank, tp_group=group, dp_group=None, kv_group=None)
+def mesh_of(tp_ep: tuple[int, int], group_rank: int) -> ParallelMesh:
+    return mesh_without_groups(ParallelLayout(tp=tp_ep[0], ep=tp_ep[1]), group_rank, group=object())
 
 
 def model_on_meta(config: GatherMoeConfig, mesh: Any) -> GatherMoeForCausalLM:

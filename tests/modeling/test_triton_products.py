@@ -1,11 +1,11 @@
 """The Triton grouped products, on Triton's interpreter, against a float64 loop over the experts."""
 
 import importlib.util
+import itertools
 import multiprocessing as mp
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from modeling.experts_grouped import (
     rows_times_weights_back,
     weight_gradient,
 )
-from tests.engine_runs import slow
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +59,7 @@ class Problem(NamedTuple):
     offsets_e: Tensor
 
     def segments(self) -> Iterator[tuple[int, slice]]:
-        for expert, (start, end) in enumerate(pairwise([0, *self.offsets_e.tolist()])):
+        for expert, (start, end) in enumerate(itertools.pairwise([0, *self.offsets_e.tolist()])):
             yield expert, slice(start, end)
 
 
@@ -83,7 +82,7 @@ def problem(routing: str, dtype: torch.dtype) -> Problem:
     x_RI, grad_RO, weight_eOI = randn(num_rows, IN), randn(num_rows, OUT), randn(len(counts), OUT, IN)
     x_RI[sum(counts) :] = torch.nan
     grad_RO[sum(counts) :] = torch.nan
-    return Problem(x_RI, grad_RO, weight_eOI, torch.tensor(list(accumulate(counts)), dtype=torch.int32))
+    return Problem(x_RI, grad_RO, weight_eOI, torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32))
 
 
 def products(given: Problem, *, tile: Tile = SMALL) -> Triple:
@@ -191,17 +190,15 @@ def interpreter() -> Iterator[Callable[..., Any]]:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=60)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("routing", "dtype"),
+    [*itertools.product(ROUTINGS, (torch.float32, torch.bfloat16)), ("rows that nobody owns", torch.float16)],
+    ids=str,
+)
 def test_products_match_a_float64_loop(interpreter: Any, routing: str, dtype: torch.dtype) -> None:
     interpreter(check, routing, dtype)
 
 
-def test_products_match_it_in_float16_too(interpreter: Any) -> None:
-    interpreter(check, "rows that nobody owns", torch.float16)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("check", [check_strides, check_tiles, check_repeats, check_torch_agrees, check_compiles])
 def test_products(interpreter: Any, check: Callable[[], None]) -> None:
     interpreter(check)
@@ -214,7 +211,7 @@ def test_the_grid_has_a_tile_for_every_routing() -> None:
     for _ in range(2000):
         num_experts, num_rows, height = generator.randint(1, 9), generator.randint(0, 70), generator.choice([16, 32])
         ends = sorted(generator.choices(range(num_rows + 1), k=num_experts))
-        needed = sum(-(-(end - start) // height) for start, end in pairwise([0, *ends, num_rows]))
+        needed = sum(-(-(end - start) // height) for start, end in itertools.pairwise([0, *ends, num_rows]))
         bound = num_row_tiles(num_rows, num_experts=num_experts, height=height)
         assert needed <= bound
         reached += needed == bound
@@ -312,15 +309,14 @@ def compile_for(capability: int, dtype: torch.dtype, precision: str) -> dict[str
     return shared_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "dtype", "precision"),
     [
         (80, torch.bfloat16, "ieee"),
-        slow(89, torch.float32, "ieee"),
-        slow(90, torch.float16, "ieee"),
-        slow(90, torch.float32, "tf32"),
-        slow(120, torch.bfloat16, "ieee"),
+        (89, torch.float32, "ieee"),
+        (90, torch.float16, "ieee"),
+        (90, torch.float32, "tf32"),
+        (120, torch.bfloat16, "ieee"),
     ],
 )
 def test_kernels_compile_for_gpus(
