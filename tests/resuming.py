@@ -32,7 +32,7 @@ def config_of(**changes: Any) -> GatherMoeConfig:
 
 
 def details_of(config: GatherMoeConfig, case: Case) -> dict[str, Any]:
-    """What recipe/train/run.py puts in the manifest, as far as files are read by it."""
+    """What recipe/train/prepare.py puts in the manifest, as far as files are read by it."""
     return {
         "dp": case.dp,
         "tp": case.tp,
