@@ -127,7 +127,7 @@ def test_also_where_the_last_rank_holds_mostly_padding() -> None:
 
 
 def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary_module, "_chunk_gradient", None)
+    monkeypatch.setattr(vocabulary_module, "_add_product", None)
     x, weight, targets = batch()
     weight = torch.nn.Parameter(weight)
     with torch.no_grad():
