@@ -63,7 +63,7 @@ def _block(rank: int, _: int, ep: int, options: dict[str, Any], mode: bool) -> t
     tokens = rank * num_tokens + torch.arange(num_tokens)
     inputs = plain_inputs(config, block_size=BLOCK, dtype=torch.float32)
     noise_t = token_counters(tokens, origin=NoiseOrigin(1, 0), layer_idx=1) if config.router_jitter_noise else None
-    own = OwnTokens(BATCH, BLOCK, tokens // BLOCK, torch.arange(num_tokens) > 1, noise_t)
+    own = OwnTokens(BATCH, tokens // BLOCK, torch.arange(num_tokens) > 1, noise_t)
     x = torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     try:
         with static_shapes() if mode else nullcontext():
