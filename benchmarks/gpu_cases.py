@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from modeling.config import GatherMoeConfig
 from modeling.execution import Execution
-from modeling.experts_grouped import rows_times_weights, rows_times_weights_back, weight_gradient
+from modeling.experts_grouped import multiply, multiply_outer
 from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh, one_rank_mesh
@@ -55,9 +55,9 @@ class Products(NamedTuple):
 
 
 TRITON = Products(
-    lambda x, weight, offsets: rows_times_weights(x, weight_eOI=weight, offsets_e=offsets),
-    lambda grad, weight, offsets: rows_times_weights_back(grad, weight_eOI=weight, offsets_e=offsets),
-    lambda grad, x, offsets: weight_gradient(grad, x_RI=x, offsets_e=offsets),
+    lambda x, weight, offsets: multiply(x, weight, offsets, triton=True),
+    lambda grad, weight, offsets: multiply(grad, weight.transpose(1, 2), offsets, triton=True),
+    lambda grad, x, offsets: multiply_outer(grad, x, offsets, triton=True),
 )
 TORCH = Products(
     lambda x, weight, offsets: F.grouped_mm(x, weight.transpose(1, 2), offs=offsets),

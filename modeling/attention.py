@@ -215,7 +215,12 @@ class GatherMoeAttention(nn.Module):
         if documents is None:
             return inputs.function(self, q, k, v, inputs.mask, **options)
         if inputs.implementation in VARLEN:
-            return self._attend_flattened(q, k, v, inputs, options)
+            # All documents of the batch in one call: static shapes, lengths on the device.
+            flat = [part.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for part in (q, k, v)]
+            options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), documents.cu_seqlens)
+            options |= dict.fromkeys(("max_length_q", "max_length_k"), documents.max_length)
+            out, _ = inputs.function(self, *flat, None, **options)
+            return out.squeeze(0).unflatten(0, (q.shape[0], -1)), None
         parts = []
         for b, starts in enumerate(documents.starts):
             for start, end in zip(starts, (*starts[1:], documents.max_length), strict=True):
@@ -223,22 +228,6 @@ class GatherMoeAttention(nn.Module):
                 parts.append(inputs.function(self, q[here], k[here], v[here], None, **options)[0])
         out = torch.cat([part.squeeze(0) for part in parts])
         return out.unflatten(0, (q.shape[0], documents.max_length)), None
-
-    def _attend_flattened(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: dict[str, Any]
-    ) -> tuple[Tensor, None]:
-        """All documents of the batch in one call of a variable-length kernel: static shapes, lengths on the device."""
-        documents = inputs.documents
-        assert documents is not None
-        flat = [part.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2) for part in (q, k, v)]
-        lengths = {
-            "cu_seq_lens_q": documents.cu_seqlens,
-            "cu_seq_lens_k": documents.cu_seqlens,
-            "max_length_q": documents.max_length,
-            "max_length_k": documents.max_length,
-        }
-        out, _ = inputs.function(self, *flat, None, **lengths, **options)
-        return out.squeeze(0).unflatten(0, (q.shape[0], -1)), None
 
 
 def rotary_tables(config: Any, position_ids: Tensor, *, dtype: torch.dtype) -> RotaryTables:

@@ -17,14 +17,20 @@ from .mesh import ParallelMesh
 from .router import RouterStatistics, expert_capacity
 
 
-class BatchCounts(NamedTuple):
-    """What losses are divided by, over the whole batch that one optimizer step sees; None: over the call's own.
+class LossCounts(NamedTuple):
+    """What the losses of a call are made of and divided by; the batch is the one that an optimizer step sees.
 
+    num_targets      [] in this call
+    num_tokens       tokens of this call with a place for a target, padding included
+    batch_targets    [] what losses over targets are divided by
+    batch_tokens     valid tokens, for losses over these; None: this call's, in proportion to its share of the targets
     earlier_choices  [L_moe, E] of each expert in the batch's earlier calls, of all groups; None in the first one
     """
 
-    items: Tensor | int | None
-    tokens: Tensor | int | None
+    num_targets: Tensor
+    num_tokens: int
+    batch_targets: Tensor
+    batch_tokens: Tensor | int | None
     earlier_choices: Tensor | None
 
 
@@ -79,25 +85,11 @@ class GatherMoeCausalLMOutput(MoeCausalLMOutputWithPast):
     choices: Tensor | None = None
 
 
-class TargetCounts(NamedTuple):
-    """How much a loss is made of.
-
-    here        [] targets in this call
-    batch       [] targets the loss is divided by
-    num_tokens  tokens of this call with a place for a target, padding included
-    """
-
-    here: Tensor
-    batch: Tensor
-    num_tokens: int
-
-
 def add_auxiliary_losses(
     result: GatherMoeCausalLMOutput,
     *,
     statistics: list[RouterStatistics],
-    targets: TargetCounts,
-    counts: BatchCounts,
+    counts: LossCounts,
     copies: Sequence[ExpertsWithCopies],
     config: GatherMoeConfig,
     mesh: ParallelMesh,
@@ -117,14 +109,14 @@ def add_auxiliary_losses(
         scope=config.balance_scope,
         batch_counts_LE=result.choices,
     )
-    if counts.tokens is None:
+    if counts.batch_tokens is None:
         # A batch that is cut in several calls: this call's share of the targets stands for its share of tokens.
         valid_tokens = expert_counts[0].sum() / config.num_experts_per_tok
-        tokens = valid_tokens * targets.batch.clamp(min=1) / targets.here.clamp(min=1)
+        tokens = valid_tokens * counts.batch_targets.clamp(min=1) / counts.num_targets.clamp(min=1)
     else:
-        tokens = torch.as_tensor(counts.tokens, device=expert_counts.device)
+        tokens = torch.as_tensor(counts.batch_tokens, device=expert_counts.device)
     # A batch without any target teaches nothing, the router included.
-    share = (targets.batch > 0) / tokens.clamp(min=1)
+    share = (counts.batch_targets > 0) / tokens.clamp(min=1)
     balance, z = auxiliary.balance_L.mean() * share, auxiliary.z_L.mean() * share
     if config.router_aux_loss_coef:
         result.loss = result.loss + config.router_aux_loss_coef * balance
@@ -134,7 +126,7 @@ def add_auxiliary_losses(
     none = result.sums.nll.new_zeros(0)
     entropy = torch.stack([layer.entropy_B.sum() for layer in statistics])
     dropped = none if config.capacity_factor is None else torch.stack([s.dropped_B.sum() for s in statistics])
-    loads = rank_loads(expert_counts, copies=copies, config=config, mesh=mesh, num_tokens=targets.num_tokens)
+    loads = rank_loads(expert_counts, copies=copies, config=config, mesh=mesh, num_tokens=counts.num_tokens)
     sums = (auxiliary.balance_L.detach(), auxiliary.z_L.detach(), entropy, expert_counts, dropped)
     result.sums = TokenSums(result.sums.nll, *sums, *loads)
 
@@ -153,12 +145,10 @@ def total_statistics(statistics: list[RouterStatistics], group: ProcessGroup | N
     parts = [part for layer in statistics for part in layer]
     flat = total_over_group(torch.cat([part.flatten() for part in parts]), group)
     sums = [s.view_as(p) for s, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
+    # Counts have no gradient, which the sum over all has given them.
+    sums = [s if p.requires_grad else s.detach() for s, p in zip(sums, parts, strict=True)]
     width = len(RouterStatistics._fields)
-    totals = [RouterStatistics(*sums[i : i + width]) for i in range(0, len(sums), width)]
-    return [
-        RouterStatistics(t.counts_BE.detach(), t.probs_BE, t.z_B, t.entropy_B.detach(), t.dropped_B.detach())
-        for t in totals
-    ]
+    return [RouterStatistics(*sums[i : i + width]) for i in range(0, len(sums), width)]
 
 
 @scope("statistics")

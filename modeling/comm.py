@@ -232,10 +232,10 @@ class GatherInChunks:
 
     def __init__(self, x: Tensor, chunks: Chunks, *, has_arrived: bool = False) -> None:
         """x is this rank's rows [t, ...]; with `has_arrived` all rows [T, ...] in chunk order, and nothing travels."""
-        self.chunks = chunks
+        self.chunks, self._x = chunks, x
         self._travels = chunks.group is not None and not has_arrived
-        self.buffer = x.new_empty(chunks.size * x.shape[0], *x.shape[1:]) if self._travels else x
-        self._x = x
+        self._received = x.new_empty(chunks.size * x.shape[0], *x.shape[1:]) if self._travels else x
+        self.buffer = self._received
         self._started: list[Transfer[Tensor]] = []
         self._num_finished = 0
         if chunks.overlap:
@@ -249,11 +249,9 @@ class GatherInChunks:
     def chunk(self, k: int) -> Tensor:
         """Wait for chunk k [N * c, ...]; chunks are taken in order."""
         self.start_rest()
-        if self._travels:
-            for i in range(self._num_finished, k + 1):
-                self._start(i + 1)
-                self._started[i].finish()
-            self._num_finished = max(self._num_finished, k + 1)
+        for i in range(self._num_finished, k + 1):
+            self._receive(i)
+        self._num_finished = max(self._num_finished, k + 1)
         return self.buffer[self.chunks.gathered_rows(k)]
 
     def all(self) -> Tensor:
@@ -266,8 +264,13 @@ class GatherInChunks:
             return
         assert self.chunks.group is not None
         for k in range(len(self._started), num):
-            out = self.buffer[self.chunks.gathered_rows(k)]
+            out = self._received[self.chunks.gathered_rows(k)]
             self._started.append(start_gather(self._x[self.chunks.rows(k)], self.chunks.group, out=out))
+
+    def _receive(self, k: int) -> None:
+        if self._travels:
+            self._start(k + 1)
+            self._started[k].finish()
 
 
 class Fp8GatherInChunks(GatherInChunks):
@@ -282,18 +285,12 @@ class Fp8GatherInChunks(GatherInChunks):
 
     def __init__(self, x_tD: Tensor, chunks: Chunks) -> None:
         super().__init__(pack_fp8(x_tD.detach()), chunks)
-        self._tokens_TD = x_tD.new_empty(chunks.size * x_tD.shape[0], x_tD.shape[1])
-        self._num_unpacked = 0
+        self.buffer = x_tD.new_empty(chunks.size * x_tD.shape[0], x_tD.shape[1])
 
-    def chunk(self, k: int) -> Tensor:
-        for i in range(self._num_unpacked, k + 1):
-            unpack_fp8(super().chunk(i), out=self._tokens_TD[self.chunks.gathered_rows(i)])
-        self._num_unpacked = max(self._num_unpacked, k + 1)
-        return self._tokens_TD[self.chunks.gathered_rows(k)]
-
-    def all(self) -> Tensor:
-        self.chunk(self.chunks.num_chunks - 1)
-        return self._tokens_TD
+    def _receive(self, k: int) -> None:
+        super()._receive(k)
+        here = self.chunks.gathered_rows(k)
+        unpack_fp8(self._received[here], out=self.buffer[here])
 
 
 def pack_fp8(x_tD: Tensor) -> Tensor:
@@ -353,22 +350,33 @@ class ScatterInChunks:
 
 def gather_tokens(x_tD: Tensor, group: ProcessGroup | None) -> Tensor:
     """Gather all ranks' rows in rank order: [t, ...] -> [T, ...]. Backward: the gradients are summed and scattered."""
-    return x_tD if group is None else _GatherTokens.apply(x_tD, group)
+    return _collective(x_tD, group, all_gather_rows, back=reduce_scatter_rows, part="experts")
 
 
 def scatter_tokens(partial_TD: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum over the ranks and keep own rows: [T, ...] -> [t, ...]. Backward: the gradients are gathered."""
-    return partial_TD if group is None else _ScatterTokens.apply(partial_TD, group)
+    return _collective(partial_TD, group, reduce_scatter_rows, back=all_gather_rows, part="embedding")
 
 
 def sum_over_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum all ranks' x, for every rank's own use. Backward: the gradients are summed too."""
-    return x if group is None else _SumOverGroup.apply(x, group)
+    return _collective(x, group, _all_reduce, back=_all_reduce, part="qk_norm")
 
 
 def total_over_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum all ranks' x, from which every rank derives the same scalar. Backward: its gradient as it is, unsummed."""
-    return x if group is None else _TotalOverGroup.apply(x, group)
+    return _collective(x, group, _all_reduce, back=lambda grad, _: grad, part="statistics")
+
+
+def exchange_rows(x: Tensor, splits: RowSplits, group: ProcessGroup | None) -> Tensor:
+    """Send rows to the ranks they belong to: [sum(send), ...] -> [sum(receive), ...]. Backward: the way back."""
+    return _collective(
+        x,
+        group,
+        lambda x, group: all_to_all_rows(x, splits, group),
+        back=lambda grad, group: all_to_all_rows(grad, splits.turned(), group),
+        part="experts",
+    )
 
 
 def sum_gradients(parameters: list[Tensor], group: ProcessGroup | None, *, upcast: bool = True) -> list[Tensor]:
@@ -380,11 +388,6 @@ def sum_gradients(parameters: list[Tensor], group: ProcessGroup | None, *, upcas
     if group is None:
         return [wide(p) for p in parameters] if upcast else parameters
     return list(_SumGradients.apply(group, upcast, *parameters))
-
-
-def exchange_rows(x: Tensor, splits: RowSplits, group: ProcessGroup | None) -> Tensor:
-    """Send rows to the ranks they belong to: [sum(send), ...] -> [sum(receive), ...]. Backward: the way back."""
-    return x if group is None else _ExchangeRows.apply(x, splits, group)
 
 
 def gather_routing(ids_tA: Tensor, weights_tA: Tensor, group: ProcessGroup | None) -> GatheredRouting:
@@ -400,65 +403,30 @@ def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather_rows(x, group)
+def _collective(
+    x: Tensor,
+    group: ProcessGroup | None,
+    there: Callable[[Tensor, ProcessGroup], Tensor],
+    *,
+    back: Callable[[Tensor, ProcessGroup], Tensor],
+    part: str,
+) -> Tensor:
+    return x if group is None else _Collective.apply(x, group, there, back, part)
+
+
+class _Collective(torch.autograd.Function):
+    """A collective whose gradient takes the way `back`, both under the scope `part`."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_rows(grad, ctx.group), None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    @scope("embedding")
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_rows(x, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, there: Any, back: Any, part: str) -> Tensor:
+        ctx.group, ctx.back, ctx.part = group, back, part
+        with scope(part):
+            return there(x, group)
 
     @staticmethod
-    @scope("embedding")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_rows(grad, ctx.group), None
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    @scope("experts")
-    def forward(ctx: Any, x: Tensor, splits: RowSplits, group: ProcessGroup) -> Tensor:
-        ctx.splits, ctx.group = splits, group
-        return all_to_all_rows(x, splits, group)
-
-    @staticmethod
-    @scope("experts")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_to_all_rows(grad, ctx.splits.turned(), ctx.group), None, None
-
-
-class _SumOverGroup(torch.autograd.Function):
-    @staticmethod
-    @scope("qk_norm")
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_reduce(x, group)
-
-    @staticmethod
-    @scope("qk_norm")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
-
-
-class _TotalOverGroup(torch.autograd.Function):
-    @staticmethod
-    @scope("statistics")
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with scope(ctx.part):
+            return ctx.back(grad, ctx.group), None, None, None, None
 
 
 class _SumGradients(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """The model's configuration, a superset of what Mixtral, Qwen3-MoE and OLMoE can say."""
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -31,8 +32,8 @@ class GatherMoeConfig(PreTrainedConfig, ModelSpec, LossSpec):
         self.router_bias = self.router_bias or self.balance_bias_update_rate > 0
         _drop_execution(kwargs)
         super().__post_init__(**kwargs)
-        _check_choices(self)
-        _check_numbers(self)
+        for fault in _faults(self):
+            raise ValueError(fault)
 
 
 def _drop_execution(values: dict[str, Any]) -> None:
@@ -46,30 +47,20 @@ def _drop_execution(values: dict[str, Any]) -> None:
             )
 
 
-def _check_choices(config: GatherMoeConfig) -> None:
-    choices = {
-        **{name: rule.choices for name, rule in RULES.items() if rule.choices},
-        "balance_scope": BALANCE_SCOPES,
-    }
+def _faults(config: GatherMoeConfig) -> Iterator[str]:
+    """Yield every setting that has a value it cannot have."""
+    choices = {name: rule.choices for name, rule in RULES.items() if rule.choices} | {"balance_scope": BALANCE_SCOPES}
     for name, allowed in choices.items():
-        value = getattr(config, name)
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not known; choose one of {list(allowed)}")
-
-
-def _check_numbers(config: GatherMoeConfig) -> None:
-    if config.routed_scaling_factor <= 0:
-        raise ValueError(f"routed_scaling_factor={config.routed_scaling_factor} must be above 0; 1 changes nothing")
-    if config.balance_bias_update_rate < 0:
-        raise ValueError(
-            f"balance_bias_update_rate={config.balance_bias_update_rate} must be at least 0, which leaves biases as "
-            "they are"
-        )
-    if config.capacity_factor is not None and config.capacity_factor <= 0:
-        raise ValueError(f"capacity_factor={config.capacity_factor} must be above 0; None drops nothing")
-    if not 0 <= config.router_jitter_noise <= 1:
-        raise ValueError(f"router_jitter_noise={config.router_jitter_noise} must lie between 0, which is none, and 1")
-    for fault in experts_per_token_faults(
-        num_experts=config.num_experts, num_experts_per_tok=config.num_experts_per_tok
-    ):
-        raise ValueError(fault)
+        if getattr(config, name) not in allowed:
+            yield f"{name}={getattr(config, name)!r} is not known; choose one of {list(allowed)}"
+    capacity, rate = config.capacity_factor, config.balance_bias_update_rate
+    bounds = {
+        "routed_scaling_factor": (config.routed_scaling_factor > 0, "be above 0; 1 changes nothing"),
+        "balance_bias_update_rate": (rate >= 0, "be at least 0, which leaves biases as they are"),
+        "capacity_factor": (capacity is None or capacity > 0, "be above 0; None drops nothing"),
+        "router_jitter_noise": (0 <= config.router_jitter_noise <= 1, "lie between 0, which is none, and 1"),
+    }
+    for name, (holds, says) in bounds.items():
+        if not holds:
+            yield f"{name}={getattr(config, name)} must {says}"
+    yield from experts_per_token_faults(num_experts=config.num_experts, num_experts_per_tok=config.num_experts_per_tok)

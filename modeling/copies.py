@@ -15,7 +15,6 @@ ranks, bit p of a set standing for rank p; K = P * C slots, M = E + K homes and 
 Expert i lives on rank i // (E / P). A copy of a rank's own expert means an empty slot.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -163,16 +162,15 @@ class _UseCopies(torch.autograd.Function):
 
 def copy_traffic(copies: Sequence[Sequence[int]], *, num_local: int, mesh: ParallelMesh) -> CopyTraffic:
     """Derive who sends what to whom from the experts in all slots; one that lives on its slot's rank goes nowhere."""
-    here, others = mesh.ep_rank, [rank for rank in range(len(copies)) if rank != mesh.ep_rank]
-    lent_to: dict[int, list[int]] = defaultdict(list)
-    filled_from: dict[int, list[int]] = defaultdict(list)
-    for rank in others:
-        lent_to[rank] = [expert - here * num_local for expert in copies[rank] if expert // num_local == here]
-        filled_from[rank] = [slot for slot, expert in enumerate(copies[here]) if expert // num_local == rank]
+    here, lent, filled = mesh.ep_rank, [], []
     send, receive = [0] * mesh.layout.tp, [0] * mesh.layout.tp
     for share, peer in enumerate(mesh.expert_peers):
-        send[peer], receive[peer] = len(lent_to[share]), len(filled_from[share])
-    lent, filled = ([n for rank in others for n in by_share[rank]] for by_share in (lent_to, filled_from))
+        if share != here:
+            lent_there = [expert - here * num_local for expert in copies[share] if expert // num_local == here]
+            filled_from_there = [slot for slot, expert in enumerate(copies[here]) if expert // num_local == share]
+            send[peer], receive[peer] = len(lent_there), len(filled_from_there)
+            lent += lent_there
+            filled += filled_from_there
     return CopyTraffic(lent, filled, RowSplits(send, receive))
 
 
@@ -336,17 +334,11 @@ def choose_holders(ids_TA: Tensor, copies_PC: Tensor, *, num_experts: int) -> Ho
     )
 
 
-class _RankSets(NamedTuple):
+def _rank_sets(num_ranks: int, *, device: torch.device) -> tuple[Tensor, Tensor]:
     """Every set of ranks as bits, and how many ranks are in it; 1 for the empty set, so that it can be divided by."""
-
-    sets_S: Tensor
-    size_S: Tensor
-
-
-def _rank_sets(num_ranks: int, *, device: torch.device) -> _RankSets:
     sets_S = torch.arange(2**num_ranks, device=device)
     bits_SP = sets_S[:, None] >> torch.arange(num_ranks, device=device) & 1
-    return _RankSets(sets_S, bits_SP.sum(-1).clamp(min=1))
+    return sets_S, bits_SP.sum(-1).clamp(min=1)
 
 
 def _held_inside(bits_E: Tensor, sets_S: Tensor) -> Tensor:

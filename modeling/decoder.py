@@ -28,7 +28,6 @@ class OwnTokens(NamedTuple):
     """
 
     num_sequences: int
-    block_size: int
     sequence_of_token_t: Tensor
     token_mask_t: Tensor | None
     noise_t: Tensor | None = None
@@ -105,7 +104,7 @@ def tokens_of_layers(
     token_mask_t = None
     if attention_mask is not None and attention_mask.dim() == 2:
         token_mask_t = attention_mask[:, -block_size:].flatten().chunk(mesh.layout.tp)[mesh.group_rank].bool()
-    return [OwnTokens(num_sequences, block_size, token_t // block_size, token_mask_t)] * config.num_hidden_layers
+    return [OwnTokens(num_sequences, token_t // block_size, token_mask_t)] * config.num_hidden_layers
 
 
 def with_noise(

@@ -57,22 +57,6 @@ def sort_rows(slots_TA: Tensor, *, num_slots: int) -> Rows:
     return Rows(order // num_active, order, key[: order.shape[0]] < num_slots, offsets_e)
 
 
-class _AllRows(NamedTuple):
-    """The rows of all chunks, sorted by slot, as `Rows` has them for one.
-
-    order_R  which row of the concatenated chunks each one is; None where that is their order already
-    """
-
-    token_R: Tensor
-    valid_R: Tensor
-    offsets_e: Tensor
-    weight_R: Tensor
-    order_R: Tensor | None
-
-    def sort(self, x: Tensor) -> Tensor:
-        return x if self.order_R is None else x[self.order_R]
-
-
 class GroupedExperts:
     """One forward, or one backward, of a rank's experts; arguments and methods as those of `LoopExperts`.
 
@@ -95,7 +79,9 @@ class GroupedExperts:
         self.chunks, self._weights_TA, self._num_active = chunks, weights_TA, slots_TA.shape[1]
         self._stack_sizes = [stack.shape[0] for stack in stacks[1::2]]
         # A grouped product takes no list.
-        self._gate_up, self._down = (_concatenated(kind) for kind in (stacks[::2], stacks[1::2]))
+        self._gate_up, self._down = (
+            kind[0] if len(kind) == 1 else torch.cat(list(kind)) for kind in (stacks[::2], stacks[1::2])
+        )
         places = [chunks.gathered_rows(k) for k in range(chunks.num_chunks)]
         self.rows: list[Rows] = [sort_rows(slots_TA[here], num_slots=sum(self._stack_sizes)) for here in places]
         weights = [weights_TA[here].flatten() for here in places]
@@ -135,14 +121,15 @@ class GroupedExperts:
         self._act_Rf[here] = act_Rf = silu * up
         # The output's gradient before its routing weight; times the activation it is also the weight's gradient.
         grad_y_RD = _clear_tail(grad_cD[rows.token_R], rows)
-        grad_act_Rf = _clear_tail(multiply_back(grad_y_RD, self._down, rows.offsets_e, triton=self._triton), rows)
+        grad_act_Rf = multiply(grad_y_RD, self._down.transpose(1, 2), rows.offsets_e, triton=self._triton)
+        grad_act_Rf = _clear_tail(grad_act_Rf, rows)
         del grad_y_RD
         self._grad_weight_R.append((wide(grad_act_Rf) * wide(act_Rf)).sum(-1))
         grad_act_Rf = (grad_act_Rf * weight_R[:, None]).to(act_Rf.dtype)
         grad_gate_up_R2f, width = self._grad_gate_up_R2f[here], act_Rf.shape[1]
         grad_gate_up_R2f[:, width:] = grad_act_Rf * silu
         grad_gate_up_R2f[:, :width] = torch.ops.aten.silu_backward(grad_act_Rf * up, gate)
-        grad_x_RD = multiply_back(grad_gate_up_R2f, self._gate_up, rows.offsets_e, triton=self._triton)
+        grad_x_RD = multiply(grad_gate_up_R2f, self._gate_up.transpose(1, 2), rows.offsets_e, triton=self._triton)
         return self._sum_by_token(k, grad_x_RD, None)
 
     def routing_gradient(self) -> Tensor:
@@ -153,13 +140,17 @@ class GroupedExperts:
         return grad_weights
 
     def weight_gradients(self, grad_TD: Tensor, x_TD: Tensor) -> list[Tensor]:
-        every, triton = self._all_rows(), self._triton
-        grad_y_RD = (grad_TD[every.token_R] * every.weight_R[:, None]).to(x_TD.dtype)
-        grad_y_RD = torch.where(every.valid_R[:, None], grad_y_RD, 0.0)
-        grad_down = multiply_outer(grad_y_RD, every.sort(self._act_Rf), every.offsets_e, triton=triton)
+        rows, order_R = self._all_rows()
+
+        def in_order(x: Tensor) -> Tensor:
+            return x if order_R is None else x[order_R]
+
+        weight_R = self._weights_TA.flatten()[rows.pair_R]
+        grad_y_RD = _clear_tail((grad_TD[rows.token_R] * weight_R[:, None]).to(x_TD.dtype), rows)
+        grad_down = multiply_outer(grad_y_RD, in_order(self._act_Rf), rows.offsets_e, triton=self._triton)
         del grad_y_RD
-        grad_rows = every.sort(self._grad_gate_up_R2f)
-        grad_gate_up = multiply_outer(grad_rows, x_TD[every.token_R], every.offsets_e, triton=triton)
+        grad_R2f = in_order(self._grad_gate_up_R2f)
+        grad_gate_up = multiply_outer(grad_R2f, x_TD[rows.token_R], rows.offsets_e, triton=self._triton)
         if len(self._stack_sizes) == 1:
             return [grad_gate_up, grad_down]
         parts = (grad_gate_up.split(self._stack_sizes), grad_down.split(self._stack_sizes))
@@ -187,58 +178,24 @@ class GroupedExperts:
             out_cD += part * scale_R[row, None]
         return out_cD
 
-    def _all_rows(self) -> _AllRows:
-        """The rows of all chunks as one buffer sorted by slot."""
+    def _all_rows(self) -> tuple[Rows, Tensor | None]:
+        """Sort the rows of all chunks by slot, and say which of the concatenated ones each is; None for one chunk."""
         if len(self.rows) == 1:
-            rows = self.rows[0]
-            return _AllRows(rows.token_R, rows.valid_R, rows.offsets_e, self._weight_R[0], None)
-        slots, tokens = [], []
+            return self.rows[0], None
+        slots, pairs = [], []
         for k, rows in enumerate(self.rows):
             number = torch.arange(rows.token_R.shape[0], device=rows.token_R.device)
             slots.append(torch.searchsorted(rows.offsets_e, number, right=True))
-            tokens.append(rows.token_R + self.chunks.gathered_rows(k).start)
-        key, order = torch.cat(slots).sort(stable=True)
-        num_slots = sum(self._stack_sizes)
-        offsets_e = torch.searchsorted(key, torch.arange(num_slots, device=key.device), right=True)
-        return _AllRows(
-            token_R=torch.cat(tokens)[order],
-            valid_R=key < num_slots,
-            offsets_e=offsets_e.to(torch.int32),
-            weight_R=torch.cat(self._weight_R)[order],
-            order_R=order,
-        )
+            pairs.append(rows.pair_R + self.chunks.gathered_rows(k).start * self._num_active)
+        key, order_R = torch.cat(slots).sort(stable=True)
+        pair_R, num_slots = torch.cat(pairs)[order_R], sum(self._stack_sizes)
+        offsets_e = torch.searchsorted(key, torch.arange(num_slots, device=key.device), right=True).to(torch.int32)
+        return Rows(pair_R // self._num_active, pair_R, key < num_slots, offsets_e), order_R
 
 
 def _clear_tail(x: Tensor, rows: Rows) -> Tensor:
     """Zero the rows that no pair fills."""
     return torch.where(rows.valid_R[:, None], x, 0.0)
-
-
-def _concatenated(stacks: Sequence[Tensor]) -> Tensor:
-    return stacks[0] if len(stacks) == 1 else torch.cat(list(stacks))
-
-
-# The three grouped products; rows past the last offset of a result may hold anything. The dry run replaces them, whose
-# fake tensors need nothing but shapes.
-def multiply(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
-    """Multiply each row by its expert's weight transposed: -> [R, O]."""
-    if triton:
-        return rows_times_weights(x_RI, weight_eOI=weight_eOI, offsets_e=offsets_e)
-    return F.grouped_mm(x_RI, weight_eOI.transpose(1, 2), offs=offsets_e)
-
-
-def multiply_back(grad_RO: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
-    """Compute the gradient of `multiply` for its rows: -> [R, I]."""
-    if triton:
-        return rows_times_weights_back(grad_RO, weight_eOI=weight_eOI, offsets_e=offsets_e)
-    return F.grouped_mm(grad_RO, weight_eOI, offs=offsets_e)
-
-
-def multiply_outer(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
-    """Compute the gradient of `multiply` for the weights, zero for experts without a row: -> [e, O, I]."""
-    if triton:
-        return weight_gradient(grad_RO, x_RI=x_RI, offsets_e=offsets_e)
-    return F.grouped_mm(grad_RO.t(), x_RI, offs=offsets_e)
 
 
 class Tile(NamedTuple):
@@ -262,33 +219,31 @@ def grouped_backend(dtype: torch.dtype, *, capability: tuple[int, int]) -> str:
     return "grouped" if dtype == torch.bfloat16 and capability[0] in (9, 10) else "triton"
 
 
-def rows_times_weights(x_RI: Tensor, *, weight_eOI: Tensor, offsets_e: Tensor, tile: Tile | None = None) -> Tensor:
-    """Each row times its expert's weight transposed: [R, I], [e, O, I] -> [R, O] in x's type.
+# The two grouped products. The dry run replaces them, whose fake tensors need nothing but shapes.
+def multiply(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool, tile: Tile | None = None) -> Tensor:
+    """Multiply each row by its expert's weight transposed: [R, I], [e, O, I] -> [R, O] in x's type.
 
-    offsets_e [e] int32, the end of each expert's rows, never descending and at most R. Rows after the last are zero.
-    Raises ValueError where Triton cannot work; so do the other two.
+    offsets_e [e] int32, the end of each expert's rows, never descending and at most R. Rows after the last are zero
+    with `triton`, else anything. ValueError where Triton cannot work.
     """
+    if not triton:
+        return F.grouped_mm(x_RI, weight_eOI.transpose(1, 2), offs=offsets_e)
     _check(x_RI, weight_eOI, offsets_e)
-    return _operators().rows_times_weights(x_RI, weight_eOI, offsets_e, tile and list(tile))
+    return getattr(torch.ops, NAMESPACE).multiply(x_RI, weight_eOI, offsets_e, tile and list(tile))
 
 
-def rows_times_weights_back(
-    grad_RO: Tensor, *, weight_eOI: Tensor, offsets_e: Tensor, tile: Tile | None = None
+def multiply_outer(
+    grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, *, triton: bool, tile: Tile | None = None
 ) -> Tensor:
-    """The gradient of `rows_times_weights` for its rows: [R, O], [e, O, I] -> [R, I]; zeros after the last offset."""
-    weight_eIO = weight_eOI.transpose(1, 2)
-    _check(grad_RO, weight_eIO, offsets_e)
-    return _operators().rows_times_weights(grad_RO, weight_eIO, offsets_e, tile and list(tile))
+    """Compute the gradient of `multiply` for the weights: [R, O], [R, I] -> [e, O, I].
 
-
-def weight_gradient(grad_RO: Tensor, *, x_RI: Tensor, offsets_e: Tensor, tile: Tile | None = None) -> Tensor:
-    """The gradient of `rows_times_weights` for the weights: [R, O], [R, I] -> [e, O, I].
-
-    Zeros for experts without rows; rows after the last offset are not read.
+    Zeros for experts without rows; rows after the last offset are not read. ValueError where Triton cannot work.
     """
+    if not triton:
+        return F.grouped_mm(grad_RO.t(), x_RI, offs=offsets_e)
     assert grad_RO.shape[0] == x_RI.shape[0]
     _check(grad_RO, x_RI, offsets_e)
-    return _operators().weight_gradient(grad_RO, x_RI, offsets_e, tile and list(tile))
+    return getattr(torch.ops, NAMESPACE).multiply_outer(grad_RO, x_RI, offsets_e, tile and list(tile))
 
 
 def choose_tile(*, height: int, width: int, dtype: torch.dtype) -> Tile:
@@ -318,11 +273,6 @@ def fp32_precision(device_type: str) -> str:
     return "tf32" if allowed else "ieee"
 
 
-def _operators() -> Any:
-    """Where torch keeps this file's operators, once they are defined."""
-    return getattr(torch.ops, NAMESPACE)
-
-
 # torch.compile calls it while it traces and keeps the answer: it cannot look into what defines an operator.
 @torch.compiler.assume_constant_result
 def _prepare() -> bool:
@@ -341,25 +291,16 @@ def _define_operators() -> None:
             "or choose experts_backend='grouped' or 'loop'"
         )
 
-    @torch.library.custom_op(f"{NAMESPACE}::rows_times_weights", mutates_args=())
-    def rows_times_weights(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, tile: list[int] | None) -> Tensor:
-        return _launch_multiply_rows(x_RI, weight_eOI, offsets_e, tile)
-
-    @rows_times_weights.register_fake
-    def _(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, tile: list[int] | None) -> Tensor:
-        return x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
-
-    @torch.library.custom_op(f"{NAMESPACE}::weight_gradient", mutates_args=())
-    def weight_gradient(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, tile: list[int] | None) -> Tensor:
-        return _launch_sum_outer(grad_RO, x_RI, offsets_e, tile)
-
-    @weight_gradient.register_fake
-    def _(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, tile: list[int] | None) -> Tensor:
-        return x_RI.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1])
+    multiply = torch.library.custom_op(f"{NAMESPACE}::multiply", _launch_multiply, mutates_args=())
+    multiply.register_fake(lambda x_RI, weight_eOI, offsets_e, sides: x_RI.new_empty(len(x_RI), weight_eOI.shape[1]))
+    outer = torch.library.custom_op(f"{NAMESPACE}::multiply_outer", _launch_multiply_outer, mutates_args=())
+    outer.register_fake(
+        lambda grad_RO, x_RI, offsets_e, sides: x_RI.new_empty(len(offsets_e), grad_RO.shape[1], x_RI.shape[1])
+    )
 
 
-def _launch_multiply_rows(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, sides: list[int] | None) -> Tensor:
-    from .kernels import interpreted, multiply_rows
+def _launch_multiply(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, sides: list[int] | None) -> Tensor:
+    from .kernels import multiply_rows
 
     num_rows, num_in = x_RI.shape
     num_experts, num_out, _ = weight_eOI.shape
@@ -381,21 +322,15 @@ def _launch_multiply_rows(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, s
             num_experts,
             *x_RI.stride(),
             *weight_eOI.stride(),
-            PRECISION=fp32_precision(x_RI.device.type),
-            WIDEN=interpreted(),
             SEGMENTS=_next_power_of_2(num_experts + 1),
             BAND=BAND,
-            HEIGHT=tile.height,
-            WIDTH=tile.width,
-            DEPTH=tile.depth,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **_launch_options(tile, x_RI.device),
         )
     return out_RO
 
 
-def _launch_sum_outer(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, sides: list[int] | None) -> Tensor:
-    from .kernels import interpreted, sum_outer
+def _launch_multiply_outer(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, sides: list[int] | None) -> Tensor:
+    from .kernels import sum_outer
 
     num_experts, num_out, num_in = offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1]
     tile = Tile(*sides) if sides else choose_tile(height=num_out, width=num_in, dtype=x_RI.dtype)
@@ -411,15 +346,23 @@ def _launch_sum_outer(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, sides: l
             num_in,
             *grad_RO.stride(),
             *x_RI.stride(),
-            PRECISION=fp32_precision(x_RI.device.type),
-            WIDEN=interpreted(),
-            HEIGHT=tile.height,
-            WIDTH=tile.width,
-            DEPTH=tile.depth,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **_launch_options(tile, x_RI.device),
         )
     return out_eOI
+
+
+def _launch_options(tile: Tile, device: torch.device) -> dict[str, Any]:
+    from .kernels import interpreted
+
+    return {
+        "PRECISION": fp32_precision(device.type),
+        "WIDEN": interpreted(),
+        "HEIGHT": tile.height,
+        "WIDTH": tile.width,
+        "DEPTH": tile.depth,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
 
 def _check(first: Tensor, second: Tensor, offsets_e: Tensor) -> None:

@@ -5,7 +5,8 @@ Box-Muller transform, in float64, of the bits that noise.py makes of it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise, product
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from .model import GatherMoeForCausalLM
 from .noise import mix, shift, stream_key
 from .shard_table import Shard, ShardTable
 
+Index = tuple[slice, ...]
 CHUNK = 2**22  # elements drawn at a time, to bound the memory for counters
 
 
@@ -101,17 +103,15 @@ def normal_at(counters: Tensor, *, name: str, seed: int) -> Tensor:
 def cut(full: Tensor, shard: Shard) -> Tensor:
     """The shard of a whole tensor, padded with zeros where the table pads; contiguous and its own memory."""
     local = full.new_zeros(shard.shape)
-    part = full
-    for dim, ranges in enumerate(shard.ranges):
-        part = torch.cat([part.narrow(dim, start, end - start) for start, end in ranges], dim=dim)
-    local[tuple(slice(0, size) for size in part.shape)] = part
+    for there, here in _blocks(shard):
+        local[here] = full[there]
     return local
 
 
 def paste(full: Tensor, local: Tensor, shard: Shard) -> None:
     """Write a shard to its place in the whole tensor, in place and without its padding."""
-    sizes = [sum(end - start for start, end in ranges) for ranges in shard.ranges]
-    _paste(full, local[tuple(slice(0, size) for size in sizes)], shard.ranges)
+    for there, here in _blocks(shard):
+        full[there] = local[here]
 
 
 def join(shards: Sequence[tuple[Tensor, Shard]]) -> Tensor:
@@ -123,14 +123,12 @@ def join(shards: Sequence[tuple[Tensor, Shard]]) -> Tensor:
     return full
 
 
-def _paste(full: Tensor, local: Tensor, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> None:
-    if not ranges:
-        full.copy_(local)
-        return
-    dim = full.dim() - len(ranges)
-    offset = 0
-    for start, end in ranges[0]:
-        width = end - start
-        target, source = full.narrow(dim, start, width), local.narrow(dim, offset, width)
-        _paste(target, source, ranges[1:])
-        offset += width
+def _blocks(shard: Shard) -> Iterator[tuple[Index, Index]]:
+    """Where each contiguous block of a shard is: in the whole tensor, and in the shard."""
+    by_dim = []
+    for ranges in shard.ranges:
+        ends = list(accumulate((end - start for start, end in ranges), initial=0))
+        by_dim.append([(slice(*place), slice(*own)) for place, own in zip(ranges, pairwise(ends), strict=True)])
+    for block in product(*by_dim):
+        there, here = zip(*block, strict=True)
+        yield there, here

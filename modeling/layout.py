@@ -7,7 +7,7 @@ the experts by ep (whole experts) x etp (slices of each expert), ep * etp = tp.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 
 from .spec import ModelSizes, experts_per_token_faults
@@ -89,16 +89,20 @@ class LayoutRequest:
     world_size: int
     batch: BatchSizes | None = None
     strategy: str = "gather_tokens"
-    row_alignment: int = field(default=1)  # elements; 8 for bf16 and 4 for fp32 in torch's grouped product
+    row_alignment: int = 1  # elements; 8 for bf16 and 4 for fp32 in torch's grouped product
 
 
 def layout_faults(request: LayoutRequest) -> list[str]:
     """Every broken rule in words, each with the values given and the nearest legal choice; empty if it fits."""
-    layout = request.layout
-    if layout.tp < 1 or layout.ep < 1 or layout.dp < 1:
-        return list(_count_faults(layout))
-    faults = [*_world_faults(request), *_attention_faults(request), *_expert_faults(request)]
-    return [*faults, *_strategy_faults(request), *_batch_faults(request), *_alignment_faults(request)]
+    counts = {name: getattr(request.layout, name) for name in ("dp", "tp", "ep")}
+    if min(counts.values()) < 1:
+        return [f"{name}={n} must be a whole number of at least 1" for name, n in counts.items() if n < 1]
+    return [
+        *_world_faults(request),
+        *_attention_faults(request),
+        *_expert_faults(request),
+        *_batch_faults(request),
+    ]
 
 
 def fitting_layouts(
@@ -125,13 +129,6 @@ def check_layout(request: LayoutRequest) -> None:
     faults = layout_faults(request)
     if faults:
         raise ValueError(f"the layout {request.layout} does not fit:\n" + "\n".join(f"  - {f}" for f in faults))
-
-
-def _count_faults(layout: ParallelLayout) -> Iterator[str]:
-    for name in ("dp", "tp", "ep"):
-        value = getattr(layout, name)
-        if value < 1:
-            yield f"{name}={value} must be a whole number of at least 1"
 
 
 def _world_faults(request: LayoutRequest) -> Iterator[str]:
@@ -170,8 +167,10 @@ def _attention_faults(request: LayoutRequest) -> Iterator[str]:
 
 
 def _expert_faults(request: LayoutRequest) -> Iterator[str]:
-    sizes, layout = request.sizes, request.layout
+    sizes, layout, strategy = request.sizes, request.layout, request.strategy
     yield from experts_per_token_faults(num_experts=sizes.num_experts, num_experts_per_tok=sizes.num_experts_per_tok)
+    if strategy not in STRATEGIES:
+        yield f"strategy={strategy!r} is unknown; choose one of {list(STRATEGIES)}"
     if not sizes.num_moe_layers:
         return
     if layout.tp % layout.ep:
@@ -181,24 +180,24 @@ def _expert_faults(request: LayoutRequest) -> Iterator[str]:
             f"num_experts={sizes.num_experts} cannot be split over ep={layout.ep}; "
             f"ep must be one of {divisors(sizes.num_experts)}"
         )
-    if layout.etp and sizes.moe_intermediate_size % layout.etp:
+    needed = {"gather_weights": 1, "all_to_all": layout.tp}.get(strategy, layout.ep)
+    if layout.ep != needed:
+        holds = "a slice of every expert" if strategy == "gather_weights" else "whole experts"
+        yield f"strategy={strategy} needs {holds} on each rank: ep={needed} with tp={layout.tp}, not ep={layout.ep}"
+    if not layout.etp:
+        return
+    width = sizes.moe_intermediate_size // layout.etp
+    if sizes.moe_intermediate_size % layout.etp:
         yield (
             f"moe_intermediate_size={sizes.moe_intermediate_size} cannot be cut into etp={layout.etp} slices; "
             f"{_ep_choices(sizes, layout.tp)}"
         )
-
-
-def _strategy_faults(request: LayoutRequest) -> Iterator[str]:
-    strategy, layout = request.strategy, request.layout
-    needed = {"gather_tokens": layout.ep, "gather_weights": 1, "all_to_all": layout.tp, "auto": layout.ep}
-    if strategy not in needed:
-        yield f"strategy={strategy!r} is unknown; choose one of {list(STRATEGIES)}"
-    elif request.sizes.num_moe_layers and layout.ep != needed[strategy]:
-        holds = "a slice of every expert" if strategy == "gather_weights" else "whole experts"
-        yield (
-            f"strategy={strategy} needs {holds} on each rank: ep={needed[strategy]} with tp={layout.tp}, "
-            f"not ep={layout.ep}"
-        )
+    for name, value in (("hidden_size", sizes.hidden_size), ("moe_intermediate_size / etp", width)):
+        if value % request.row_alignment:
+            yield (
+                f"{name}={value} must be a multiple of {request.row_alignment} for the grouped product in this "
+                "precision"
+            )
 
 
 def _batch_faults(request: LayoutRequest) -> Iterator[str]:
@@ -217,13 +216,3 @@ def _batch_faults(request: LayoutRequest) -> Iterator[str]:
             f"{batch.num_sequences} sequences x block_size={batch.block_size} = {tokens} tokens cannot be shared by "
             f"tp={tp} ranks; the nearest block_size that can is {max(step, batch.block_size // step * step)}"
         )
-
-
-def _alignment_faults(request: LayoutRequest) -> Iterator[str]:
-    sizes, alignment = request.sizes, request.row_alignment
-    if not sizes.num_moe_layers or not request.layout.etp:
-        return
-    width = sizes.moe_intermediate_size // request.layout.etp
-    for name, value in (("hidden_size", sizes.hidden_size), ("moe_intermediate_size / etp", width)):
-        if value % alignment:
-            yield f"{name}={value} must be a multiple of {alignment} for the grouped product in this precision"

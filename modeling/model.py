@@ -30,10 +30,9 @@ from .attention import (
     rotary_tables,
 )
 from .auxiliary import (
-    BatchCounts,
     GatherMoeCausalLMOutput,
     GatherMoeModelOutput,
-    TargetCounts,
+    LossCounts,
     TokenSums,
     add_auxiliary_losses,
 )
@@ -317,7 +316,10 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         )
         targets = shift_labels if shift_labels is not None or labels is None else shifted(labels)
         if targets is not None:
-            counts = BatchCounts(num_items_in_batch, num_tokens_in_batch, earlier_choices)
+            num_targets = num_items = (targets != IGNORED).sum()
+            if num_items_in_batch is not None:
+                num_items = torch.as_tensor(num_items_in_batch, device=targets.device)
+            counts = LossCounts(num_targets, targets.numel(), num_items, num_tokens_in_batch, earlier_choices)
             self._add_losses(result, hidden, outputs.router_statistics, targets, counts)
         return result
 
@@ -327,24 +329,21 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         hidden: Tensor,
         router_statistics: list[RouterStatistics],
         targets: Tensor,
-        counts: BatchCounts,
+        counts: LossCounts,
     ) -> None:
         """Fill in the losses, each a sum over this group's tokens divided by a count over the whole batch."""
-        config, num_targets = self.config, (targets != IGNORED).sum()
-        num_items = num_targets if counts.items is None else torch.as_tensor(counts.items, device=targets.device)
+        config, num_items = self.config, counts.batch_targets.clamp(min=1)
         if result.logits is not None and result.logits.shape[:2] == targets.shape:
             total, nll = losses_of_logits(result.logits, targets, z_coef=config.logits_z_loss_coef)
         else:
             chunks = cut_in_chunks(hidden.flatten(0, -2), self.mesh.group, self.execution)
             total, nll, _ = self.lm_head(hidden, targets=targets, z_coef=config.logits_z_loss_coef, chunks=chunks)
-        items = num_items.clamp(min=1)
-        result.loss, result.lm_loss = total / items, nll.detach() / items
+        result.loss, result.lm_loss = total / num_items, nll.detach() / num_items
         result.sums = TokenSums(nll.detach(), *[nll.new_zeros(0)] * 7)
         if router_statistics and self.training:
             add_auxiliary_losses(
                 result,
                 statistics=router_statistics,
-                targets=TargetCounts(num_targets, num_items, targets.numel()),
                 counts=counts,
                 copies=self.experts_with_copies,
                 config=config,

@@ -35,13 +35,6 @@ class Routing(NamedTuple):
     probs_tE: Tensor | None = None
     chosen_ids_tA: Tensor | None = None
 
-    def dropping(self, kept_tA: Tensor) -> "Routing":
-        """The same, with the choices that are not kept [t, A] sent to no expert and weighing nothing."""
-        ids_tA = self.expert_ids_tA.masked_fill(~kept_tA, self.logits_tE.shape[-1])
-        return self._replace(
-            expert_ids_tA=ids_tA, weights_tA=self.weights_tA * kept_tA, chosen_ids_tA=self.expert_ids_tA
-        )
-
 
 class RouterStatistics(NamedTuple):
     """Sums over valid tokens, per sequence, from which the auxiliary losses and the log lines are made.
@@ -60,24 +53,6 @@ class RouterStatistics(NamedTuple):
     dropped_B: Tensor
 
 
-class Scores(NamedTuple):
-    """Scores of all experts, both [t, E]: what they are chosen and weighted by, and the same as a distribution."""
-
-    scores_tE: Tensor
-    probs_tE: Tensor
-
-
-def softmax_scores(logits_tE: Tensor) -> Scores:
-    """Experts compete for a token (Switch, 2101.03961, eq. 1)."""
-    probs_tE = logits_tE.softmax(dim=-1)
-    return Scores(probs_tE, probs_tE)
-
-
-def sigmoid_scores(logits_tE: Tensor) -> Scores:
-    """Each expert is scored by itself (DeepSeek-V3, 2412.19437, §2.1.2; the distribution is eq. 18)."""
-    return Scores(logits_tE.sigmoid(), F.logsigmoid(logits_tE).softmax(dim=-1))
-
-
 class GatherMoeRouter(nn.Module):
     """The gate of one MoE layer; every rank of the group holds its weight and routes its own tokens with it.
 
@@ -91,7 +66,7 @@ class GatherMoeRouter(nn.Module):
         self.mesh, self.capacity_factor = mesh, config.capacity_factor
         self.num_active = config.num_experts_per_tok
         self.renormalise = config.norm_topk_prob
-        self.score = {"softmax": softmax_scores, "sigmoid": sigmoid_scores}[config.score_function]
+        self.score_function = config.score_function
         self.scaling_factor = config.routed_scaling_factor
         self.jitter_width = config.router_jitter_noise
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
@@ -131,7 +106,7 @@ class GatherMoeRouter(nn.Module):
             num_active=self.num_active,
             renormalise=self.renormalise,
             token_mask_t=token_mask_t,
-            score=self.score,
+            score_function=self.score_function,
             bias_E=self.e_score_correction_bias,
             scaling_factor=self.scaling_factor,
         )
@@ -141,8 +116,12 @@ class GatherMoeRouter(nn.Module):
         capacity = expert_capacity(
             num_tokens, num_active=self.num_active, num_experts=num_experts, factor=self.capacity_factor
         )
-        return routing.dropping(
-            kept_choices(routing.expert_ids_tA, num_experts=num_experts, capacity=capacity, group=self.mesh.group)
+        ids_tA = routing.expert_ids_tA
+        kept_tA = kept_choices(ids_tA, num_experts=num_experts, capacity=capacity, group=self.mesh.group)
+        return routing._replace(
+            expert_ids_tA=ids_tA.masked_fill(~kept_tA, num_experts),
+            weights_tA=routing.weights_tA * kept_tA,
+            chosen_ids_tA=ids_tA,
         )
 
 
@@ -152,7 +131,7 @@ def route(
     num_active: int,
     renormalise: bool,
     token_mask_t: Tensor | None = None,
-    score: Callable[[Tensor], Scores] = softmax_scores,
+    score_function: str = "softmax",
     bias_E: Tensor | None = None,
     scaling_factor: float = 1.0,
 ) -> Routing:
@@ -162,7 +141,7 @@ def route(
     wins, on every device: a stable sort promises that, torch.topk does not.
     """
     num_experts = logits_tE.shape[-1]
-    scores_tE, probs_tE = score(logits_tE)
+    scores_tE, probs_tE = expert_scores(logits_tE, score_function)
     ranked_tE = scores_tE.detach() if bias_E is None else scores_tE.detach() + bias_E
     order_tE = ranked_tE.sort(dim=-1, descending=True, stable=True).indices
     ids_tA = order_tE[:, :num_active].contiguous()
@@ -175,6 +154,18 @@ def route(
         ids_tA = ids_tA.masked_fill(~token_mask_t[:, None], num_experts)
         weights_tA = weights_tA * token_mask_t[:, None]
     return Routing(logits_tE, ids_tA, weights_tA, probs_tE)
+
+
+def expert_scores(logits_tE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
+    """Score all experts: -> what they are chosen and weighted by, and the same as a distribution, both [t, E].
+
+    softmax  experts compete for a token (Switch, 2101.03961, eq. 1)
+    sigmoid  each expert is scored by itself (DeepSeek-V3, 2412.19437, §2.1.2; the distribution is eq. 18)
+    """
+    if score_function == "sigmoid":
+        return logits_tE.sigmoid(), F.logsigmoid(logits_tE).softmax(dim=-1)
+    probs_tE = logits_tE.softmax(dim=-1)
+    return probs_tE, probs_tE
 
 
 def expert_capacity(num_tokens: int, *, num_active: int, num_experts: int, factor: float) -> int:
@@ -219,6 +210,10 @@ def router_statistics(
     routing: Routing, *, sequence_of_token_t: Tensor, num_sequences: int, token_mask_t: Tensor | None
 ) -> RouterStatistics:
     """Sum what RouterStatistics holds over the tokens here, sequence by sequence."""
+
+    def by_sequence(x_t: Tensor) -> Tensor:
+        return x_t.new_zeros(num_sequences, *x_t.shape[1:]).index_add(0, sequence_of_token_t, x_t)
+
     logits_tE, probs_tE = routing.logits_tE, routing.probs_tE
     assert probs_tE is not None
     num_experts = logits_tE.shape[-1]
@@ -226,9 +221,6 @@ def router_statistics(
     entropy_t = torch.special.entr(probs_tE.detach()).sum(dim=-1)
     if token_mask_t is not None:
         probs_tE, z_t, entropy_t = probs_tE * token_mask_t[:, None], z_t * token_mask_t, entropy_t * token_mask_t
-    probs_BE = probs_tE.new_zeros(num_sequences, num_experts).index_add(0, sequence_of_token_t, probs_tE)
-    z_B = z_t.new_zeros(num_sequences).index_add(0, sequence_of_token_t, z_t)
-    entropy_B = entropy_t.new_zeros(num_sequences).index_add(0, sequence_of_token_t, entropy_t)
     with torch.no_grad():
         # One column more than there are experts takes the choices of padding.
         counts = probs_tE.new_zeros(num_sequences, num_experts + 1)
@@ -236,5 +228,5 @@ def router_statistics(
         flat_ids = (sequence_of_token_t[:, None] * (num_experts + 1) + chosen_tA).flatten()
         counts.view(-1).index_add_(0, flat_ids, torch.ones_like(flat_ids, dtype=counts.dtype))
         dropped_t = (chosen_tA != routing.expert_ids_tA).sum(dim=1).to(counts.dtype)
-        dropped_B = counts.new_zeros(num_sequences).index_add(0, sequence_of_token_t, dropped_t)
-    return RouterStatistics(counts[:, :num_experts], probs_BE, z_B, entropy_B, dropped_B)
+    sums = [by_sequence(x) for x in (probs_tE, z_t, entropy_t, dropped_t)]
+    return RouterStatistics(counts[:, :num_experts], *sums)

@@ -28,7 +28,6 @@ class Rule(NamedTuple):
 
     pattern: str
     splits: tuple[Split, ...]
-    partial_gradient: bool = False  # each rank has only its tokens' share; the sum over the group is the gradient
 
 
 _HEADS = (Split(0, "tp"),)
@@ -43,9 +42,8 @@ TABLE = (
     Rule(r"\.mlp\.experts\.down_proj$", (Split(0, "ep"), Split(2, "etp"))),
     Rule(r"\.mlp\.(gate|up)_proj\.weight$", (Split(0, "tp"),)),
     Rule(r"\.mlp\.down_proj\.weight$", (Split(1, "tp"),)),
-    Rule(r"(norm|layernorm|mlp\.gate)\.weight$", (), partial_gradient=True),
-    # Without any gradient: moved once per step, by the same amounts on every rank.
-    Rule(r"\.mlp\.gate\.e_score_correction_bias$", ()),
+    # Each rank's gradient is its tokens' share; the bias has none and moves by the same amounts on every rank.
+    Rule(r"(norm|layernorm|mlp\.gate)\.weight$|\.mlp\.gate\.e_score_correction_bias$", ()),
 )
 # Norms over the full width of q and k have one weight per channel, which is split as the heads are.
 FULL_QK_NORM = (
@@ -71,7 +69,6 @@ class Shard:
     full_shape: tuple[int, ...]
     replica: int
     num_replicas: int
-    partial_gradient: bool
     is_replicated: bool
 
 
@@ -89,9 +86,9 @@ class ShardTable(NamedTuple):
     def rule(self, name: str) -> Rule:
         """The rule for a tensor's name; a KeyError for a name that no rule covers."""
         rule = self._find(name)
-        if rule is not None:
-            return rule
-        raise KeyError(f"no rule of the shard table covers the parameter {name!r}")
+        if rule is None:
+            raise KeyError(f"no rule of the shard table covers the parameter {name!r}")
+        return rule
 
     def _find(self, name: str) -> Rule | None:
         rules = (*FULL_QK_NORM, *TABLE) if self.qk_norm == "full" else TABLE
@@ -121,7 +118,6 @@ class ShardTable(NamedTuple):
             full_shape=tuple(full_shape),
             replica=group_rank % num_replicas,
             num_replicas=num_replicas,
-            partial_gradient=rule.partial_gradient,
             is_replicated=not rule.splits,
         )
 

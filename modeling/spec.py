@@ -300,6 +300,10 @@ class StockType:
         return plain and all(getattr(spec, name) == value for name, value in self.implied.items())
 
 
+def _names(*ours: str, **renamed: str) -> Mapping[str, str]:
+    return {**renamed, **{name: name for name in ours}}
+
+
 # Settings that every type has, under our names.
 SHARED_NAMES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -310,32 +314,18 @@ PLAIN_ROUTING: Mapping[str, Any] = {"score_function": "softmax", "routed_scaling
 STOCK_TYPES: Mapping[str, StockType] = {
     "mixtral": StockType(
         implied={**PLAIN_ROUTING, "qk_norm": "none", "norm_topk_prob": True},
-        says={
-            "intermediate_size": "moe_intermediate_size",
-            "num_local_experts": "num_experts",
-            "head_dim": "head_dim",
-        },
+        says=_names("head_dim", intermediate_size="moe_intermediate_size", num_local_experts="num_experts"),
     ),
     "qwen3_moe": StockType(
         implied={**PLAIN_ROUTING, "qk_norm": "head"},
-        says={
-            "intermediate_size": "intermediate_size",
-            "moe_intermediate_size": "moe_intermediate_size",
-            "num_experts": "num_experts",
-            "head_dim": "head_dim",
-            "norm_topk_prob": "norm_topk_prob",
-            "mlp_only_layers": "mlp_only_layers",
-            "decoder_sparse_step": "decoder_sparse_step",
-        },
+        says=_names(
+            *("intermediate_size", "moe_intermediate_size", "num_experts", "head_dim", "norm_topk_prob"),
+            *("mlp_only_layers", "decoder_sparse_step"),
+        ),
     ),
     "olmoe": StockType(
         implied={**PLAIN_ROUTING, "qk_norm": "full"},
-        says={
-            "intermediate_size": "moe_intermediate_size",
-            "num_experts": "num_experts",
-            "norm_topk_prob": "norm_topk_prob",
-            "clip_qkv": "clip_qkv",
-        },
+        says=_names("num_experts", "norm_topk_prob", "clip_qkv", intermediate_size="moe_intermediate_size"),
     ),
 }
 

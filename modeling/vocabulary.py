@@ -23,27 +23,27 @@ IGNORED = -100  # transformers' label for "no target here"
 CHUNK_BYTES, CHUNK_BYTES_CUDA = HEAD_CHUNK_BYTES["cpu"], HEAD_CHUNK_BYTES["cuda"]
 
 
-class VocabularyPart(NamedTuple):
-    """This rank's rows: `num_rows` in memory from row `first` on, of which `num_real` are not padding."""
+class Vocabulary(NamedTuple):
+    """Which rows of the vocabulary this rank holds: from `first` on `num_real`, then padding."""
 
     first: int
-    num_rows: int
     num_real: int
+    group: ProcessGroup | None
 
 
-def vocabulary_part(vocab_size: int, mesh: ParallelMesh) -> VocabularyPart:
-    """Cut the vocabulary into equal parts, the last ones padded."""
+def own_vocabulary(vocab_size: int, mesh: ParallelMesh) -> tuple[int, Vocabulary]:
+    """Cut the vocabulary into equal parts, the last ones padded: -> this rank's rows in memory, and which they are."""
     num_rows = -(-vocab_size // mesh.layout.tp)
     first = mesh.group_rank * num_rows
-    return VocabularyPart(first, num_rows, max(0, min(vocab_size - first, num_rows)))
+    return num_rows, Vocabulary(first, max(0, min(vocab_size - first, num_rows)), mesh.group)
 
 
 class VocabularyEmbedding(nn.Embedding):
     """Embeds the tokens whose rows are here, zeros for the others; summed over the group it is the embedding."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, mesh: ParallelMesh) -> None:
-        self.part = vocabulary_part(vocab_size, mesh)
-        super().__init__(self.part.num_rows, hidden_size)
+        num_rows, self.part = own_vocabulary(vocab_size, mesh)
+        super().__init__(num_rows, hidden_size)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] int64 -> [..., D], zero where another rank holds the row."""
@@ -57,9 +57,8 @@ class VocabularyHead(nn.Linear):
     """The rows of the head that are here: logits of one rank's whole vocabulary, or losses over all ranks' parts."""
 
     def __init__(self, hidden_size: int, vocab_size: int, *, mesh: ParallelMesh) -> None:
-        self.part = vocabulary_part(vocab_size, mesh)
-        super().__init__(hidden_size, self.part.num_rows, bias=False)
-        self.group = mesh.group
+        num_rows, self.part = own_vocabulary(vocab_size, mesh)
+        super().__init__(hidden_size, num_rows, bias=False)
 
     def forward(
         self, x: Tensor, *, targets: Tensor | None = None, z_coef: float = 0.0, chunks: Chunks | None = None
@@ -71,8 +70,7 @@ class VocabularyHead(nn.Linear):
         if targets is None:
             return linear(x, self.weight)
         # On one process transformers may have resized the vocabulary.
-        num_real = self.weight.shape[0] if self.group is None else self.part.num_real
-        vocabulary = Vocabulary(self.part.first, num_real, self.group)
+        vocabulary = self.part if self.part.group is not None else Vocabulary(0, self.weight.shape[0], None)
         x, targets_T = x.flatten(0, -2), targets.flatten()
         chunks = chunks or Chunks(x.shape[0])
         return vocab_parallel_losses(x, self.weight, targets_T, vocabulary=vocabulary, chunks=chunks, z_coef=z_coef)
@@ -89,14 +87,6 @@ class TokenLosses(NamedTuple):
     total: Tensor
     nll: Tensor
     z: Tensor
-
-
-class Vocabulary(NamedTuple):
-    """Which rows of the vocabulary this rank's part of the head holds: `first`, and how many real ones there are."""
-
-    first: int
-    num_real: int
-    group: ProcessGroup | None
 
 
 def vocab_parallel_losses(
@@ -151,15 +141,14 @@ class _VocabParallelLosses(torch.autograd.Function):
             x_cD, targets_c = gather.chunk(k), targets_T[chunks.gathered_rows(k)]
             grad_x_cD = None if grad_weight_vD is None else torch.empty_like(x_cD)
             for here in _token_slices(x_cD, weight_vD):
-                part = _chunk_losses(x_cD[here], weight_vD, targets_c[here], vocabulary)
-                nll += part.nll
-                z += part.z
+                nll_here, z_here, grad_cv = _chunk_losses(x_cD[here], weight_vD, targets_c[here], vocabulary, z_coef)
+                nll += nll_here
+                z += z_here
                 if grad_x_cD is not None and grad_weight_vD is not None:
-                    grad_logits_cv = _chunk_gradient(part, z_coef).to(x_cD.dtype)
-                    torch.mm(grad_logits_cv, weight_vD, out=grad_x_cD[here])
-                    _add_product(grad_weight_vD, grad_logits_cv.t(), x_cD[here])
-                    del grad_logits_cv
-                del part  # or these logits would live beside the next ones
+                    grad_cv = grad_cv.to(x_cD.dtype)
+                    torch.mm(grad_cv, weight_vD, out=grad_x_cD[here])
+                    _add_product(grad_weight_vD, grad_cv.t(), x_cD[here])
+                del grad_cv  # or it would live beside the next logits
             if grad_x_cD is not None:
                 scatter.add(k, grad_x_cD)
         ctx.save_for_backward(None if grad_weight_vD is None else scatter.finish(), grad_weight_vD)
@@ -189,18 +178,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-class _ChunkLosses(NamedTuple):
-    """Losses of c tokens, and what their gradient for this rank's logits [c, v] is made of."""
-
-    nll: Tensor
-    z: Tensor
-    probs_cv: Tensor  # of the tokens that have a target, else 0
-    target_c: Tensor  # this rank's column of the target
-    is_mine_c: Tensor  # whether the target is among this rank's columns
-    log_partition_c: Tensor
-
-
-def _chunk_losses(x_cD: Tensor, weight_vD: Tensor, targets_c: Tensor, vocabulary: Vocabulary) -> _ChunkLosses:
+def _chunk_losses(
+    x_cD: Tensor, weight_vD: Tensor, targets_c: Tensor, vocabulary: Vocabulary, z_coef: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of nll and z over c tokens, and the gradient of nll + z_coef * z for this rank's logits [c, v]."""
     logits_cv = wide(x_cD @ weight_vD.t())
     logits_cv[:, vocabulary.num_real :] = -torch.inf  # padding of the vocabulary
     highest_c = logits_cv.amax(dim=-1)
@@ -220,13 +201,9 @@ def _chunk_losses(x_cD: Tensor, weight_vD: Tensor, targets_c: Tensor, vocabulary
     log_partition_c = shifted_c + highest_c
     nll = torch.where(valid_c, shifted_c - sums_2c[1], 0.0).sum()
     z = torch.where(valid_c, log_partition_c.square(), 0.0).sum()
-    probs_cv = exp_cv.mul_((valid_c / sums_2c[0])[:, None])
-    return _ChunkLosses(nll, z, probs_cv, column_c, is_mine_c & valid_c, log_partition_c)
-
-
-def _chunk_gradient(losses: _ChunkLosses, z_coef: float) -> Tensor:
-    """d(nll + z_coef * z) / d(logits) = p * (1 + 2 * z_coef * log Z) - onehot(target), in the probabilities' memory."""
-    grad_cv = losses.probs_cv
+    # p * (1 + 2 * z_coef * log Z) - onehot(target), in the logits' memory; 0 where there is no target.
+    grad_cv = exp_cv.mul_((valid_c / sums_2c[0])[:, None])
     if z_coef:
-        grad_cv *= (1 + 2 * z_coef * losses.log_partition_c)[:, None]
-    return grad_cv.scatter_add_(1, losses.target_c[:, None], -losses.is_mine_c.to(grad_cv.dtype)[:, None])
+        grad_cv *= (1 + 2 * z_coef * log_partition_c)[:, None]
+    grad_cv.scatter_add_(1, column_c[:, None], -(is_mine_c & valid_c).to(grad_cv.dtype)[:, None])
+    return nll, z, grad_cv

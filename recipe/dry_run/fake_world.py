@@ -66,7 +66,6 @@ def without_data(job: Job) -> Iterator[None]:
             (experts_loop, "read_row_ends", _even_ends(rows)),
             (moe, "read_row_splits", _even_splits(pairs // job.layout.tp)),
             (experts_grouped, "multiply", _empty_product),
-            (experts_grouped, "multiply_back", _empty_product_back),
             (experts_grouped, "multiply_outer", _empty_outer_product),
         ):
             stack.enter_context(patch.object(module, name, function))
@@ -75,10 +74,6 @@ def without_data(job: Job) -> Iterator[None]:
 
 def _empty_product(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
     return x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
-
-
-def _empty_product_back(grad_RO: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
-    return grad_RO.new_empty(grad_RO.shape[0], weight_eOI.shape[2])
 
 
 def _empty_outer_product(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:

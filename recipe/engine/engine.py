@@ -174,7 +174,6 @@ class Engine:
         self._choices: Tensor | None = None  # [L_moe, E] of the accumulated micro-batches, for the routers' biases
         self._loads: Tensor | None = None  # [L_moe, E] of the step before, which the next one's copies are chosen by
         self.tokens_read = 0  # of the stream, by all groups in all steps so far, resumed ones included
-        self._step_tokens = 0
         self.accumulation = int(ds_config.get("gradient_accumulation_steps", 1))
 
     @property
@@ -206,7 +205,6 @@ class Engine:
                 f"{len(micro_batches)} micro-batches were given, but gradient_accumulation_steps={self.accumulation}"
             )
         self.ds.train()
-        self._step_tokens = sum(m.input_ids.numel() for m in micro_batches) * self.mesh.layout.dp
         self._fill_copies()
         sums: list[TokenSums] = []
         choices = None
@@ -225,6 +223,7 @@ class Engine:
             # global mean, so undo both.
             self.ds.backward(output.loss * (self.accumulation * self.mesh.layout.dp))
             sums.append(output.sums)
+        self.tokens_read += sum(m.input_ids.numel() for m in micro_batches) * self.mesh.layout.dp
         # In float64, where whole numbers stay exact however many micro-batches there are.
         choices_LE = torch.stack([part.expert_counts for part in sums]).double().sum(0)
         # Two uses of the same numbers: the biases' are summed over groups in place.
@@ -241,7 +240,6 @@ class Engine:
             group["lr"] = learning_rate
         plain_norm, skipped_before = self._plain_gradient_norm(), self.skipped_steps
         self.ds.step()
-        self.tokens_read, self._step_tokens = self.tokens_read + self._step_tokens, 0
         for experts in self.model.experts_with_copies:
             experts.drop()
         choices_LE, self._choices = self._choices, None

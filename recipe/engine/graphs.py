@@ -122,7 +122,7 @@ def read_by_host(inputs: AttentionInputs, *, num_sequences: int) -> bool:
 
 
 class _Recording(NamedTuple):
-    """A block's two graphs for one key. A gradient is None where the block does not depend on that weight."""
+    """A block's two graphs for one key."""
 
     forward: Callable[[], None]
     backward: Callable[[], None]
@@ -130,7 +130,7 @@ class _Recording(NamedTuple):
     outputs: tuple[Tensor, ...]
     differentiable: tuple[bool, ...]
     output_gradients: tuple[Tensor, ...]
-    gradients: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     addresses: tuple[int, ...]
 
@@ -196,11 +196,11 @@ class GraphedBlock:
             hidden_states, attention_inputs, tokens = tree_unflatten(leaves, spec)
             return self._forward(hidden_states, inputs=attention_inputs, tokens=tokens)
 
-        def differentiate() -> tuple[Tensor | None, ...]:
+        def differentiate() -> tuple[Tensor, ...]:
             with torch.enable_grad():
                 hidden_states = inputs[0].detach().requires_grad_()
                 outs = [out for out in run((hidden_states, *inputs[1:])) if out.requires_grad]
-                return torch.autograd.grad(outs, (hidden_states, *weights), output_gradients, allow_unused=True)
+                return torch.autograd.grad(outs, (hidden_states, *weights), output_gradients, materialize_grads=True)
 
         with torch.enable_grad():
             outs = run((inputs[0].detach().requires_grad_(), *inputs[1:]))
@@ -208,14 +208,12 @@ class GraphedBlock:
         outputs = self._buffers.lend(outs, role="output")
         output_gradients = self._buffers.lend((out for out in outs if out.requires_grad), role="output gradient")
         del outs  # and with them all that the run has saved
-        gradients = self._lend_gradients(differentiate())
+        gradients = self._buffers.lend(differentiate(), role="gradient")
         forward = _leave_in(outputs, lambda: run(inputs))
         backward = _leave_in(gradients, differentiate)
         return _Recording(
             forward=self._capture(Work(forward, inputs, outputs)),
-            backward=self._capture(
-                Work(backward, (*inputs, *output_gradients), tuple(g for g in gradients if g is not None))
-            ),
+            backward=self._capture(Work(backward, (*inputs, *output_gradients), gradients)),
             inputs=inputs,
             outputs=outputs,
             differentiable=differentiable,
@@ -224,10 +222,6 @@ class GraphedBlock:
             weights=weights,
             addresses=self._addresses(),
         )
-
-    def _lend_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        buffers = iter(self._buffers.lend((g for g in gradients if g is not None), role="gradient"))
-        return tuple(None if gradient is None else next(buffers) for gradient in gradients)
 
 
 class _Replay(torch.autograd.Function):
@@ -261,19 +255,17 @@ def _copy_in(buffers: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         buffer.copy_(tensor.detach())
 
 
-def _take_out(buffers: Sequence[Any]) -> tuple[Any, ...]:
+def _take_out(buffers: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return copies: whoever keeps one, a parameter its gradient say, must not see the next replay's numbers in it."""
-    return tuple(None if buffer is None else buffer.clone() for buffer in buffers)
+    return tuple(buffer.clone() for buffer in buffers)
 
 
-def _leave_in(buffers: Sequence[Tensor | None], make: Callable[[], Sequence[Tensor | None]]) -> Callable[[], None]:
+def _leave_in(buffers: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:
     """Wrap `make` so that its results are copied to `buffers`: all other memory is free for the next capture."""
 
     def run() -> None:
         with torch.no_grad():
-            for buffer, result in zip(buffers, make(), strict=True):
-                if buffer is not None and result is not None:
-                    buffer.copy_(result)
+            _copy_in(buffers, make())
 
     return run
 

@@ -7,12 +7,11 @@ import random
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling.attention import AttentionInputs, eager_attention, rotary_tables
@@ -23,46 +22,41 @@ from modeling.mesh import one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.engine.graphs import install_graphs
 from tests.emulated_graphs import EmulatedCapture
-from tests.engine_runs import slow
 from tests.exports import read_export
 from tests.ranks import run_ranks
 from tests.referee import mixed_config
+from tests.states import ignore
 from tests.training import WORDS, Flags, read_metrics, write_inputs
 
 ROOT = Path(__file__).parents[2]
 
 
-class Ran(NamedTuple):
-    """Lines said, and how much was recorded and replayed."""
-
-    said: list[str]
-    num_recordings: int
-    num_replays: int
-
-
-def _train(rank: int, world_size: int, flags: Flags, graphs: bool) -> Ran:
-    """The entry script's own steps; with emulated graphs as if the settings had allowed real ones."""
+def _train(rank: int, world_size: int, flags: Flags, graphs: bool) -> int:
+    """The entry script's own steps; with emulated graphs as if the settings had allowed real ones. How many replays."""
     import run_pretrain
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    said: list[str] = []
     request = run_pretrain.read_request([f"--{name}={value}" for name, value in flags.items()])
     execution = replace(request.settings.execution, cuda_graph=graphs)
     request = request._replace(settings=replace(request.settings, execution=execution))
     capture = EmulatedCapture()
     with ExitStack() as stack:
         stack.enter_context(patch("recipe.train.prepare.CudaCapture", lambda: capture))
-        run_pretrain.prepare(request, stack, said.append).train()
-    return Ran([*request.settings.notes, *said], capture.num_recordings, capture.num_replays)
+        run_pretrain.prepare(request, stack, ignore).train()
+    return capture.num_replays
 
 
-def write_long_documents(folder: Path) -> Flags:
-    """Documents that are much longer than a block, so that most blocks hold one and look alike."""
-    generator = random.Random(5)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Flags:
+    """The flags of a run without graphs that has ended. Most blocks hold one long document, so they look alike."""
+    folder, generator = tmp_path_factory.mktemp("plain"), random.Random(5)
     text = folder / "long.jsonl"
     lines = (" ".join(generator.choices(WORDS, k=400)) for _ in range(12))
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return write_inputs(folder) | {"train_file": text, "max_steps": 5, "eval_steps": 2}
+    flags = write_inputs(folder) | {"train_file": text, "max_steps": 5, "eval_steps": 2, "warmup_steps": 0}
+    flags |= {"lr_scheduler_type": "constant", "output_dir": folder / "run"}
+    assert run_ranks(_train, 1, flags, False) == [0]
+    return flags
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:
@@ -70,17 +64,17 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("graphs", "checkpointing"), [(True, False), slow(True, True), slow(False, True)])
+@pytest.mark.parametrize(("graphs", "checkpointing"), [(True, False), (True, True), (False, True)])
 @pytest.mark.requirement("R-GRAPH-01")
-def test_a_run_saves_the_same_names_and_numbers(tmp_path: Path, graphs: bool, checkpointing: bool) -> None:
-    flags = write_long_documents(tmp_path)
-    [plain] = run_ranks(_train, 1, flags | {"output_dir": tmp_path / "plain"}, False)
-    options = {"output_dir": tmp_path / "other", "gradient_checkpointing": checkpointing}
-    [other] = run_ranks(_train, 1, flags | options, graphs)
-    assert plain.num_replays == 0
-    assert bool(other.num_replays) == graphs
-    assert losses(tmp_path / "other") == losses(tmp_path / "plain")
-    want, got = (read_export(tmp_path / name / "checkpoints" / "latest" / "hf") for name in ("plain", "other"))
+def test_a_run_saves_the_same_names_and_numbers(
+    plain: Flags, tmp_path: Path, graphs: bool, checkpointing: bool
+) -> None:
+    options = {"output_dir": tmp_path, "gradient_checkpointing": checkpointing}
+    [num_replays] = run_ranks(_train, 1, plain | options, graphs)
+    assert bool(num_replays) == graphs
+    folders = (plain["output_dir"], tmp_path)
+    assert losses(folders[0]) == losses(folders[1])
+    want, got = (read_export(folder / "checkpoints" / "latest" / "hf") for folder in folders)
     assert got.keys() == want.keys()
     assert not [name for name in got if "_orig_mod" in name or "_checkpoint" in name]
     for name, tensor in want.items():
@@ -90,13 +84,11 @@ def test_a_run_saves_the_same_names_and_numbers(tmp_path: Path, graphs: bool, ch
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs_first", [True, False])
 @pytest.mark.requirement("R-GRAPH-01")
-def test_a_run_with_graphs_resumes_without_and_the_reverse(tmp_path: Path, graphs_first: bool) -> None:
-    flags = write_long_documents(tmp_path) | {"warmup_steps": 0, "lr_scheduler_type": "constant"}
-    run_ranks(_train, 1, flags | {"output_dir": tmp_path / "straight", "max_steps": 6}, False)
-    flags |= {"output_dir": tmp_path / "stopped"}
+def test_a_run_with_graphs_resumes_without_and_the_reverse(plain: Flags, tmp_path: Path, graphs_first: bool) -> None:
+    flags = plain | {"output_dir": tmp_path}
     run_ranks(_train, 1, flags | {"max_steps": 3}, graphs_first)
-    run_ranks(_train, 1, flags | {"max_steps": 6, "resume_from_checkpoint": "auto"}, not graphs_first)
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
+    run_ranks(_train, 1, flags | {"resume_from_checkpoint": "auto"}, not graphs_first)
+    assert losses(tmp_path) == losses(plain["output_dir"])
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -118,23 +110,16 @@ def test_names_do_not_depend_on_how_blocks_run(graphs: bool, checkpointing: bool
     assert model.load_state_dict(want) == ([], [])
 
 
-class Call(NamedTuple):
+def make_call(config: Any, *, scale: float) -> dict[str, Any]:
     """What a block of one process is called with."""
-
-    x: Tensor
-    inputs: AttentionInputs
-    tokens: OwnTokens
-
-
-def make_call(config: Any, *, scale: float) -> Call:
     tables = rotary_tables(config, torch.arange(8)[None], dtype=torch.bfloat16)
     function = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention)
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(3)).abs() * scale
-    return Call(
-        x.bfloat16().requires_grad_(),
-        AttentionInputs(tables, None, None, function, "sdpa", None, {}),
-        OwnTokens(2, 8, torch.arange(16) // 8, torch.arange(16) > 1),
-    )
+    return {
+        "hidden_states": x.bfloat16().requires_grad_(),
+        "inputs": AttentionInputs(tables, None, None, function, "sdpa", None, {}),
+        "tokens": OwnTokens(2, torch.arange(16) // 8, torch.arange(16) > 1),
+    }
 
 
 @pytest.mark.slow
@@ -156,9 +141,9 @@ def test_a_sparse_block_compiles_without_a_break_for_any_routing() -> None:
     loads = set()
     for scale in (0.0, 1.0, -1.0):  # zeros: all tokens to the same two experts; the others spread them differently
         call = make_call(config, scale=scale)
-        got, want = (f(call.x, inputs=call.inputs, tokens=call.tokens) for f in (compiled, block))
+        got, want = compiled(**call), block(**call)
         loads.add(tuple(want[1].sum(0).tolist()))
-        parameters = [call.x, *block.parameters()]
+        parameters = [call["hidden_states"], *block.parameters()]
         gradients = [torch.autograd.grad(out[0].sum() + out[2].sum(), parameters) for out in (got, want)]
         assert torch.equal(got[1], want[1])
         # A compiler may take other kernels, which round bfloat16 otherwise.

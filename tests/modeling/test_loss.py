@@ -146,7 +146,7 @@ def test_gradients_of_a_split_vocabulary_are_right_on_every_rank(
 
 
 def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary_module, "_chunk_gradient", None)
+    monkeypatch.setattr(vocabulary_module, "_add_product", None)
     x, weight, targets = batch()
     weight = torch.nn.Parameter(weight)
     with torch.no_grad():

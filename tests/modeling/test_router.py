@@ -18,18 +18,17 @@ from modeling.router import (
     RouterStatistics,
     Routing,
     expert_capacity,
+    expert_scores,
     kept_choices,
     route,
     router_statistics,
-    sigmoid_scores,
-    softmax_scores,
 )
 from tests.engine_runs import slow
 from tests.ranks import run_ranks
 from tests.referee import tiny_config
 
 TOKENS, EXPERTS, ACTIVE = 12, 6, 3
-SCORES = {"softmax": softmax_scores, "sigmoid": sigmoid_scores}
+SCORES = ("softmax", "sigmoid")
 
 
 def logits() -> Tensor:
@@ -121,7 +120,7 @@ def test_statistics_are_sums_over_the_valid_tokens_of_each_sequence(kind: str, p
     mask = [not padded or token % 4 > 0 for token in range(TOKENS)]
     token_mask = torch.tensor(mask) if padded else None
     x = logits().requires_grad_()
-    routing = route(x, num_active=ACTIVE, renormalise=True, token_mask_t=token_mask, score=SCORES[kind])
+    routing = route(x, num_active=ACTIVE, renormalise=True, token_mask_t=token_mask, score_function=kind)
     got = router_statistics(
         routing, sequence_of_token_t=torch.tensor(sequence), num_sequences=2, token_mask_t=token_mask
     )
@@ -193,7 +192,7 @@ def test_sigmoid_routing_is_deepseeks() -> None:
 @pytest.mark.parametrize("kind", SCORES)
 def test_far_out_logits_stay_finite(kind: str) -> None:
     x = torch.tensor([[-200.0, -300.0, -250.0], [200.0, 300.0, -300.0]]).requires_grad_()
-    routing = route(x, num_active=2, renormalise=True, score=SCORES[kind])
+    routing = route(x, num_active=2, renormalise=True, score_function=kind)
     assert routing.probs_tE is not None
     torch.testing.assert_close(routing.probs_tE.sum(-1), torch.ones(2))
     (routing.weights_tA.sum() + routing.probs_tE[:, 0].sum()).backward()
@@ -206,11 +205,11 @@ def test_far_out_logits_stay_finite(kind: str) -> None:
 def test_a_bias_moves_the_choice_and_never_the_weights(kind: str) -> None:
     bias = torch.zeros(EXPERTS)
     bias[4] = 10.0
-    plain = route(logits(), num_active=ACTIVE, renormalise=False, score=SCORES[kind])
-    biased = route(logits(), num_active=ACTIVE, renormalise=False, score=SCORES[kind], bias_E=bias)
+    plain = route(logits(), num_active=ACTIVE, renormalise=False, score_function=kind)
+    biased = route(logits(), num_active=ACTIVE, renormalise=False, score_function=kind, bias_E=bias)
     assert (biased.expert_ids_tA[:, 0] == 4).all()
     assert not (plain.expert_ids_tA[:, 0] == 4).all()
-    scores = SCORES[kind](logits()).scores_tE
+    scores, _ = expert_scores(logits(), kind)
     torch.testing.assert_close(biased.weights_tA, scores.gather(1, biased.expert_ids_tA))
     assert plain.probs_tE is not None
     assert biased.probs_tE is not None

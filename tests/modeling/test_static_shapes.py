@@ -66,7 +66,7 @@ def _refused(rank: int, _: int, ep: int, options: dict[str, Any]) -> str:
     tokens = rank * num_tokens + torch.arange(num_tokens)
     inputs = plain_inputs(config, block_size=num_tokens, dtype=torch.float32)
     noise_t = token_counters(tokens, origin=NoiseOrigin(1, 0), layer_idx=1) if config.router_jitter_noise else None
-    own = OwnTokens(2, num_tokens, tokens // num_tokens, torch.arange(num_tokens) > 1, noise_t)
+    own = OwnTokens(2, tokens // num_tokens, torch.arange(num_tokens) > 1, noise_t)
     x = torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     try:
         with static_shapes():

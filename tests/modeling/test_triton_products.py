@@ -20,10 +20,9 @@ from modeling.experts_grouped import (
     choose_tile,
     fp32_precision,
     grouped_backend,
+    multiply,
+    multiply_outer,
     num_row_tiles,
-    rows_times_weights,
-    rows_times_weights_back,
-    weight_gradient,
 )
 
 pytestmark = pytest.mark.slow
@@ -88,9 +87,9 @@ def problem(routing: str, dtype: torch.dtype) -> Problem:
 def products(given: Problem, *, tile: Tile = SMALL) -> Triple:
     x_RI, grad_RO, weight_eOI, offsets_e = given
     return Triple(
-        rows_times_weights(x_RI, weight_eOI=weight_eOI, offsets_e=offsets_e, tile=tile),
-        rows_times_weights_back(grad_RO, weight_eOI=weight_eOI, offsets_e=offsets_e, tile=tile),
-        weight_gradient(grad_RO, x_RI=x_RI, offsets_e=offsets_e, tile=tile),
+        multiply(x_RI, weight_eOI, offsets_e, triton=True, tile=tile),
+        multiply(grad_RO, weight_eOI.transpose(1, 2), offsets_e, triton=True, tile=tile),
+        multiply_outer(grad_RO, x_RI, offsets_e, triton=True, tile=tile),
     )
 
 
