@@ -48,7 +48,7 @@ def test_among_equals_the_lower_expert_wins(num_experts: int) -> None:
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("kind", SCORES)
 def test_the_best_experts_are_chosen_in_order(kind: str, renormalise: bool) -> None:
-    routing = route(logits(), num_active=ACTIVE, renormalise=renormalise, score=SCORES[kind], scaling_factor=2.5)
+    routing = route(logits(), num_active=ACTIVE, renormalise=renormalise, score_function=kind, scaling_factor=2.5)
     scores = logits().softmax(-1) if kind == "softmax" else logits().sigmoid()
     top = scores.topk(ACTIVE)
     assert torch.equal(routing.expert_ids_tA, top.indices)

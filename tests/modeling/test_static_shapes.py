@@ -177,7 +177,7 @@ def _trace(case: Case, config: GatherMoeConfig, execution: Execution) -> Trace:
         block = GatherMoeDecoderLayer(config, layer_idx=1, mesh=mesh, execution=execution)
         x = torch.randn(num_tokens, HIDDEN, requires_grad=True)
         tokens = mesh.group_rank * num_tokens + torch.arange(num_tokens)
-        own = OwnTokens(BATCH, BLOCK, tokens // BLOCK, torch.ones(num_tokens, dtype=torch.bool))
+        own = OwnTokens(BATCH, tokens // BLOCK, torch.ones(num_tokens, dtype=torch.bool))
         inputs = plain_inputs(config, block_size=BLOCK, dtype=torch.bfloat16)
         with static_shapes(), Operators() as seen:
             out, *statistics = block(x, inputs=inputs, tokens=own)
