@@ -55,16 +55,18 @@ def measure_attention(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> tu
     cases: dict[tuple[int, int, bool], Work] = {}
     for length, head_dim in product(sizes.lengths, sizes.head_dims):
         shape = (1, NUM_ATTENTION_HEADS, length, head_dim)
-        inputs = [torch.randn(shape, dtype=dtype, device=timing.device, requires_grad=True) for _ in range(3)]
-        forward = partial(F.scaled_dot_product_attention, *inputs, is_causal=True)
+        query, key, value = (
+            torch.randn(shape, dtype=dtype, device=timing.device, requires_grad=True) for _ in range(3)
+        )
+        forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
         cases[length, head_dim, False] = torch.no_grad()(forward)
-        cases[length, head_dim, True] = _backward(forward(), inputs)
+        cases[length, head_dim, True] = _backward(forward(), [query, key, value])
     seconds = timing.measure(cases, name=f"attention, {_name(dtype)}")
     rates = []
     for length, head_dim in product(sizes.lengths, sizes.head_dims):
         flops = 2 * length**2 * NUM_ATTENTION_HEADS * head_dim
-        forward, backward = (flops / seconds[length, head_dim, is_backward] for is_backward in (False, True))
-        rates.append(AttentionRate(length, head_dim, forward, ATTENTION_BACKWARD_FLOPS * backward))
+        forward_s, backward_s = (seconds[length, head_dim, is_backward] for is_backward in (False, True))
+        rates.append(AttentionRate(length, head_dim, flops / forward_s, ATTENTION_BACKWARD_FLOPS * flops / backward_s))
     return tuple(rates)
 
 
