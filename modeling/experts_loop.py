@@ -79,11 +79,11 @@ class LoopExperts:
         self.rows = count_rows(slots_TA, num_slots=len(self._down), token_ends=token_ends)
         self._weight_R = weights_TA.flatten()[self.rows.pair_R]
         num_rows, twice_width = self.rows.token_R.shape[0], stacks[0].shape[1]
-        self._gate_up_R2f = stacks[0].new_empty(num_rows, twice_width) if kept is None else kept
-        # Filled by a backward.
-        self._act_Rf = self._gate_up_R2f.new_empty(0)
-        self._grad_gate_up_R2f = self._gate_up_R2f.new_empty(0)
-        self._grad_weight_R = torch.empty_like(self._weight_R)
+        if kept is None:
+            self._gate_up_R2f = stacks[0].new_empty(num_rows, twice_width)
+        else:
+            self._gate_up_R2f, self._act_Rf = kept, kept.new_empty(num_rows, twice_width // 2)
+            self._grad_gate_up_R2f, self._grad_weight_R = torch.empty_like(kept), torch.empty_like(self._weight_R)
 
     def to_keep(self) -> Tensor:
         """What a forward leaves for the backward besides its inputs: the gate and up products [R, 2f]."""
@@ -104,10 +104,6 @@ class LoopExperts:
     def backward_chunk(self, k: int, grad_cD: Tensor, tokens: GatherInChunks) -> Tensor:
         """The gradient of chunk k's sums -> that of its tokens, [c, D] in float32 at least."""
         first = self.chunks.gathered_rows(k).start
-        if k == 0:
-            num_rows, twice_width = self._gate_up_R2f.shape
-            self._act_Rf = grad_cD.new_empty(num_rows, twice_width // 2)
-            self._grad_gate_up_R2f = grad_cD.new_empty(num_rows, twice_width)
         grad_x_cD = wide(grad_cD[:0]).new_zeros(grad_cD.shape)
         for slot, here in self._segments(k):
             token = self.rows.token_R[here] - first
