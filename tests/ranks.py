@@ -47,7 +47,7 @@ class _Pool:
 
 
 _POOLS: dict[int, _Pool] = {}
-_GROUPS: list[Any] = []  # of this process as a rank, to be destroyed before its next case
+_GROUPS: list[Any] = []  # of this process as a rank, to be destroyed after its case
 
 
 def run_ranks(
@@ -82,6 +82,8 @@ def run_ranks(
                 _end(world_size)
                 raise RankError(f"rank {rank} of {world_size}:\n{value}")
             results[rank] = value
+    for worker in pool.workers:
+        worker.pipe.send(None)  # all ranks are through, so that none waits for another while its groups end
     return [results[rank] for rank in range(world_size)]
 
 
@@ -154,12 +156,15 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     modeling.mesh.dist = _DistOfMeshes()  # type: ignore[assignment]
     while True:
         try:
-            function, args, kwargs = pipe.recv()
+            call = pipe.recv()
         except EOFError:
             return
-        # All ranks are through with the last case by now.
-        while _GROUPS:
-            dist.destroy_process_group(_GROUPS.pop())
+        if call is None:
+            # A group that is left alone wakes a hundred times a second.
+            while _GROUPS:
+                dist.destroy_process_group(_GROUPS.pop())
+            continue
+        function, args, kwargs = call
         try:
             answer = (True, function(rank, world_size, *args, **kwargs))
         except BaseException:
@@ -193,7 +198,7 @@ def _unpack_tensor(content: bytearray, dtype: Any, shape: Any) -> Any:
 
 
 def end_after_case(group: Any) -> Any:
-    """Have a group of this process end before the next case begins; every group has threads of its own."""
+    """Have a group of this process end after its case; every group has threads of its own."""
     _GROUPS.append(group)
     return group
 
