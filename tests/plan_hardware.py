@@ -53,4 +53,5 @@ def flat_hardware(
         launch_s=1e-6,
         sources={"measured": "made up"},
         measured={"fp32": measured},
+        compute_capability=None,
     )
