@@ -29,16 +29,6 @@ PRODUCT_KINDS = ("forward", "input_gradient", "weight_gradient", "expert")
 LINK_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
-def _check_names(name: str, found: Collection[str], *, known: Collection[str], needs_all: bool = False) -> None:
-    """Raise ValueError where a mapping has a name that is not known, or lacks one that it needs."""
-    for entry in found:
-        if entry not in known:
-            raise ValueError(f"{entry!r} in {name} is not one of {', '.join(known)}")
-    for entry in known if needs_all else ():
-        if entry not in found:
-            raise ValueError(f"{entry!r} is missing in {name}")
-
-
 class Fit(NamedTuple):
     """Seconds of one collective = alpha_s x its steps (transfer_time.py) + bytes a rank sends / bytes_per_s.
 
@@ -459,3 +449,13 @@ def read_hardware(path: Path) -> Hardware:
         place, words = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
         given = "" if isinstance(fault["input"], dict) else f" is {reprlib.repr(fault['input'])}"
         raise ValueError(f"hardware file {path} cannot be used: {place}{given}: {words}; {AGAIN}") from None
+
+
+def _check_names(name: str, found: Collection[str], *, known: Collection[str], needs_all: bool = False) -> None:
+    """Raise ValueError where a mapping has a name that is not known, or lacks one that it needs."""
+    for entry in found:
+        if entry not in known:
+            raise ValueError(f"{entry!r} in {name} is not one of {', '.join(known)}")
+    for entry in known if needs_all else ():
+        if entry not in found:
+            raise ValueError(f"{entry!r} is missing in {name}")
