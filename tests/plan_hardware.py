@@ -1,4 +1,7 @@
-"""Hardware whose speeds are round numbers, so that times can be worked out by hand."""
+"""What plans are asked for in tests: requests, and hardware whose round numbers let times be worked out by hand."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from recipe.plan.hardware import (
     PASSES,
@@ -9,7 +12,11 @@ from recipe.plan.hardware import (
     Link,
     Measured,
     ProductRate,
+    find_hardware,
 )
+from recipe.plan.search import PlanRequest
+from recipe.settings.flags import Arguments
+from recipe.settings.model import read_model
 
 # What makes a backward of attention, which takes 2.5 forwards, as long as the 2 that model FLOPs count.
 BACKWARD = 1.25
@@ -53,4 +60,19 @@ def flat_hardware(
         launch_s=1e-6,
         sources={"measured": "made up"},
         measured={"fp32": measured},
+        compute_capability=None,
     )
+
+
+def plan_request(
+    model: str | Mapping[str, Any] = "demo",
+    *,
+    hardware: str = "a100-80g",
+    overrides: dict[str, Any] | None = None,
+    **changes: Any,
+) -> PlanRequest:
+    """A small model on eight A100 of one node, unless told otherwise; a model is named, or given whole."""
+    if isinstance(model, str):
+        model = read_model(Arguments(config_name=model, config_overrides=overrides or {})).kwargs
+    values = {"gpus": 8, "ranks_per_node": changes.get("gpus", 8), "block_size": 512, "sequences_per_step": 16}
+    return PlanRequest(model=model, hardware=find_hardware(hardware), **{**values, "precision": "bf16", **changes})

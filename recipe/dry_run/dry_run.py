@@ -7,12 +7,12 @@ real engine at full size (engine_trace.py). Nothing here is computed by the plan
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.modeling_utils import local_torch_dtype
 
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
@@ -125,7 +125,7 @@ def _run(job: Job, mesh: ParallelMesh) -> Trace:
     config = config_of(job)
     with FakeTensorMode(), torch.random.fork_rng():
         # What a fake tensor is cannot be changed any more.
-        with _default_dtype(DTYPES[job.precision]):
+        with local_torch_dtype(DTYPES[job.precision]):
             model: Any = GatherMoeForCausalLM(config, mesh=mesh, execution=job.execution)
         model.train()
         if job.recompute:
@@ -149,16 +149,6 @@ def _run(job: Job, mesh: ParallelMesh) -> Trace:
             )
             output.loss.backward()
         return Trace(ledger.rows(mesh), peaks.finish())
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _notes(job: Job, *, all_layers: bool) -> Iterator[str]:

@@ -7,6 +7,7 @@ operator's kernel allocates and frees inside is not seen, nor is the memory of a
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,14 +25,14 @@ BLOCK_KINDS = {"MoE": False, "dense": True}  # whether one of that kind is dense
 Phases = Mapping[str, Counter[str]]  # bytes by kind at the fullest moment of each part of a micro-batch
 
 
+@dataclass(slots=True)
 class _Life:
     """From birth to death, in numbers of events."""
 
-    __slots__ = ("born", "died", "kind", "num_bytes")
-
-    def __init__(self, num_bytes: int, *, born: int, kind: str) -> None:
-        self.num_bytes, self.born, self.kind = num_bytes, born, kind
-        self.died: int | None = None
+    num_bytes: int
+    born: int
+    kind: str
+    died: int | None = None
 
 
 class LiveMemory(TorchDispatchMode):
@@ -39,36 +40,28 @@ class LiveMemory(TorchDispatchMode):
 
     A storage's kind is "gathered" for results of an all-gather, "logits" in the head's scope, else "activations",
     unless `name` says better, which it can at any time of its life.
+
+    alive_bytes  now
+    peak_bytes   the most alive at once since the last restart
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.alive_bytes = self.peak_bytes = 0
         self._lives: list[_Life] = []
-        self._number_of: dict[int, int] = {}  # by the storage's address as a Python object, while it lives
-        self._alive_bytes = 0
-        self._num_events = 0
-        self._peak_bytes = 0
-        self._peak_event = 0
-
-    @property
-    def alive_bytes(self) -> int:
-        return self._alive_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes alive at once since the last restart."""
-        return self._peak_bytes
+        self._alive: dict[int, _Life] = {}  # by the storage's address as a Python object
+        self._num_events = self._peak_event = 0
 
     def restart(self) -> None:
         """Look for the peak from now on; what is alive stays known."""
         self._num_events += 1
-        self._peak_bytes, self._peak_event = self._alive_bytes, self._num_events
+        self.peak_bytes, self._peak_event = self.alive_bytes, self._num_events
 
     def name(self, tensors: Iterable[Tensor | None], *, kind: str) -> None:
         """Say what these tensors' storages are; those not seen yet are seen from now on."""
         for tensor in tensors:
             if tensor is not None:
-                self._lives[self._see(tensor, kind=kind)].kind = kind
+                self._see(tensor, kind=kind).kind = kind
 
     def name_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let what a backward brings to these parameters be called so."""
@@ -94,29 +87,27 @@ class LiveMemory(TorchDispatchMode):
             self.name((t for t in tree_leaves(args[0]) if isinstance(t, Tensor)), kind="gathered")
         return result
 
-    def _see(self, tensor: Tensor, *, kind: str) -> int:
-        """Return the number of the tensor's storage, which is new if it has none yet."""
+    def _see(self, tensor: Tensor, *, kind: str) -> _Life:
+        """Return the life of the tensor's storage, which begins here if it was not seen before."""
         storage = tensor.untyped_storage()
         key = id(storage)
-        number = self._number_of.get(key)
-        if number is None:
-            number = self._number_of[key] = len(self._lives)
+        if key not in self._alive:
             self._count(storage.nbytes())
-            self._lives.append(_Life(storage.nbytes(), born=self._num_events, kind=kind))
-            weakref.finalize(storage, self._end, key, number).atexit = False
-        return number
+            self._alive[key] = _Life(storage.nbytes(), self._num_events, kind)
+            self._lives.append(self._alive[key])
+            weakref.finalize(storage, self._end, key).atexit = False
+        return self._alive[key]
 
-    def _end(self, key: int, number: int) -> None:
-        life = self._lives[number]
-        del self._number_of[key]
+    def _end(self, key: int) -> None:
+        life = self._alive.pop(key)
         self._count(-life.num_bytes)
         life.died = self._num_events
 
     def _count(self, num_bytes: int) -> None:
         self._num_events += 1
-        self._alive_bytes += num_bytes
-        if self._alive_bytes > self._peak_bytes:
-            self._peak_bytes, self._peak_event = self._alive_bytes, self._num_events
+        self.alive_bytes += num_bytes
+        if self.alive_bytes > self.peak_bytes:
+            self.peak_bytes, self._peak_event = self.alive_bytes, self._num_events
 
 
 class PhasePeaks:

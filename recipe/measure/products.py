@@ -105,6 +105,10 @@ class Random:
         """Draw [elements / width, width], at least one row."""
         return torch.randn(max(1, elements // width), width, dtype=dtype or self.dtype, device=self.device)
 
+    def wide_rows(self, elements: int) -> Tensor:
+        """Draw the same in float32."""
+        return self.rows(elements, dtype=torch.float32)
+
     def order(self, rows: Tensor) -> Tensor:
         """Return their numbers, shuffled."""
         return torch.randperm(len(rows), device=self.device)
@@ -116,15 +120,6 @@ def measure_passes(timing: Timing, sizes: Sizes, *, dtype: torch.dtype) -> dict[
     cases = {(name, n): MAKERS[name](random, n) for name in PASSES for n in sizes.elements}
     seconds = timing.measure(cases, name=f"passes over memory, {_name(dtype)}")
     return {name: tuple((n, seconds[name, n]) for n in sizes.elements) for name in PASSES}
-
-
-def _copy(random: Random, n: int) -> Work:
-    return random.rows(n).clone
-
-
-def _add(random: Random, n: int) -> Work:
-    x, y = random.rows(n), random.rows(n)
-    return lambda: x + y
 
 
 def _norm(random: Random, n: int) -> Work:
@@ -214,24 +209,14 @@ def _loss(random: Random, n: int) -> Work:
     return lambda: vocab_parallel_losses(x, weight, targets, vocabulary=vocabulary, chunks=Chunks(len(x)))
 
 
-def _refill(random: Random, n: int) -> Work:
-    x, out = (random.rows(n, dtype=torch.float32) for _ in range(2))
-    return lambda: out.copy_(x)
-
-
-def _sum_up(random: Random, n: int) -> Work:
-    x, out = (random.rows(n, dtype=torch.float32) for _ in range(2))
-    return lambda: out.add_(x)
-
-
 def _adamw(random: Random, n: int) -> Work:
-    parameter = torch.nn.Parameter(random.rows(n, dtype=torch.float32))
+    parameter = torch.nn.Parameter(random.wide_rows(n))
     parameter.grad = torch.randn_like(parameter)
     return torch.optim.AdamW([parameter], lr=1e-9, fused=True).step
 
 
 def _squares(random: Random, n: int) -> Work:
-    x = random.rows(n, dtype=torch.float32)
+    x = random.wide_rows(n)
     return lambda: torch.linalg.vector_norm(x.double())
 
 
@@ -241,8 +226,8 @@ def _backward(out: Tensor, inputs: list[Tensor]) -> Work:
 
 
 MAKERS: Mapping[str, Make] = {
-    "copy": _copy,
-    "add": _add,
+    "copy": lambda random, n: random.rows(n).clone,
+    "add": lambda random, n: partial(torch.add, random.rows(n), random.rows(n)),
     "norm": _norm,
     "norm_backward": _norm_backward,
     "rotate": _rotate,
@@ -253,8 +238,8 @@ MAKERS: Mapping[str, Make] = {
     "activation_backward": _activation_backward,
     "routing": _routing,
     "loss": _loss,
-    "refill": _refill,
-    "sum_up": _sum_up,
+    "refill": lambda random, n: partial(random.wide_rows(n).copy_, random.wide_rows(n)),
+    "sum_up": lambda random, n: partial(random.wide_rows(n).add_, random.wide_rows(n)),
     "adamw": _adamw,
     "squares": _squares,
 }

@@ -8,29 +8,38 @@ probe: published measurements where there are any, else "assumed". They are the 
 import json
 import os
 import re
+import reprlib
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
+from math import inf
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from recipe.plan.job import ELEMENT_BYTES
 from recipe.shared.flops import table_peak
 
-Curve = tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
+# What a file's numbers are held to; neither infinity nor what is no number is below infinity.
+Positive = Annotated[float, Gt(0), Lt(inf)]
+NotNegative = Annotated[float, Ge(0), Lt(inf)]
+Count = Annotated[int, Ge(1)]
+Curve = Annotated[tuple[tuple[Positive, Positive], ...], MinLen(1)]  # (size, seconds), sizes rising
+PRODUCT_KINDS = ("forward", "input_gradient", "weight_gradient", "expert")
+LINK_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 class Fit(NamedTuple):
     """Seconds of one collective = alpha_s x its steps (transfer_time.py) + bytes a rank sends / bytes_per_s.
 
-    residual   the root mean square of measured / fitted - 1; 0 where nothing was measured
+    residual   the root mean square of measured / fitted - 1
     max_bytes  the most that was measured
     """
 
-    alpha_s: float
-    bytes_per_s: float
-    residual: float = 0.0
-    max_bytes: float = 0.0
+    alpha_s: NotNegative
+    bytes_per_s: Positive
+    residual: NotNegative
+    max_bytes: NotNegative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +50,13 @@ class Link:
     ops   fits of single collectives where they were measured; the others follow the link's own numbers
     """
 
-    alpha_s: float
-    bytes_per_s: float
-    busy: float
+    alpha_s: NotNegative
+    bytes_per_s: Positive
+    busy: Annotated[float, Ge(0), Le(1)]
     ops: Mapping[str, Fit] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_names("ops", self.ops, known=LINK_OPS)
 
     def seconds(self, op: str, *, num_steps: float, sent_bytes: float) -> float:
         """Return the seconds of a collective in which a rank sends `sent_bytes` in `num_steps` pieces."""
@@ -66,30 +78,30 @@ class Efficiencies:
     memory              of the memory's bandwidth, by an elementwise kernel
     """
 
-    product: float
-    half_rows: float
-    half_width: float
-    attention_forward: float
-    attention_backward: float
-    half_length: float
-    memory: float
+    product: Positive
+    half_rows: Positive
+    half_width: Positive
+    attention_forward: Positive
+    attention_backward: Positive
+    half_length: Positive
+    memory: Positive
 
 
 class ProductRate(NamedTuple):
     """FLOP/s of [rows, width] times [width, width]."""
 
-    rows: float
-    width: float
-    flops_per_s: float
+    rows: Positive
+    width: Positive
+    flops_per_s: Positive
 
 
 class AttentionRate(NamedTuple):
     """FLOP/s of causal attention over sequences of this length, the causal half of the scores counted."""
 
-    length: float
-    head_dim: float
-    forward: float
-    backward: float
+    length: Positive
+    head_dim: Positive
+    forward: Positive
+    backward: Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +113,13 @@ class Measured:
     passes     work bound by memory, of PASSES, seconds by the number of elements
     """
 
-    products: Mapping[str, tuple[ProductRate, ...]]
-    attention: tuple[AttentionRate, ...]
+    products: Mapping[str, Annotated[tuple[ProductRate, ...], MinLen(1)]]
+    attention: Annotated[tuple[AttentionRate, ...], MinLen(1)]
     passes: Mapping[str, Curve]
+
+    def __post_init__(self) -> None:
+        _check_names("products", self.products, known=PRODUCT_KINDS, needs_all=True)
+        _check_names("passes", self.passes, known=PASSES, needs_all=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,24 +131,31 @@ class Hardware:
     memory_bytes_per_s   of the data sheet; measured: of a large copy
     intra, inter         links inside a node and between nodes; None where they were not measured
     launch_s             from one kernel's launch to the next, as the host gives them without a graph
-    measured             by precision; empty for a GPU of the table
+    measured             by precision; empty for a GPU of the table, never in a file
     compute_capability   (major, minor) of a GPU, by which the trainer chooses how experts are multiplied; None: a CPU
     sources              where each number is from, by field
     """
 
     name: str
     device: str
-    memory_bytes: int
-    ranks_per_node: int
-    peak_flops_per_s: Mapping[str, float]
-    memory_bytes_per_s: float
+    memory_bytes: Count
+    ranks_per_node: Count
+    peak_flops_per_s: Mapping[str, Positive]
+    memory_bytes_per_s: Positive
     intra: Link | None
     inter: Link | None
     efficiencies: Efficiencies
-    launch_s: float
+    launch_s: Positive
     sources: Mapping[str, str]
-    measured: Mapping[str, Measured] = field(default_factory=dict)
-    compute_capability: tuple[int, int] | None = None
+    measured: Annotated[Mapping[str, Measured], MinLen(1)]
+    compute_capability: tuple[Annotated[int, Ge(0)], Annotated[int, Ge(0)]] | None
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"its device is {self.device!r}, not cpu or cuda")
+        _check_names("measured", self.measured, known=ELEMENT_BYTES)
+        if missing := sorted(self.measured.keys() - self.peak_flops_per_s.keys()):
+            raise ValueError(f"peak_flops_per_s has no {', '.join(missing)}, which was measured")
 
 
 class Pass(NamedTuple):
@@ -341,6 +364,7 @@ def _gpu(name: str, sheet: Sheet) -> Hardware:
             "efficiencies.memory": ASSUMED,
             "launch_s": ASSUMED,
         },
+        measured={},
     )
 
 
@@ -374,29 +398,38 @@ def _this_cpu() -> Hardware:
             "inter": "1 Gbit/s Ethernet, assumed",
             **dict.fromkeys(names, ASSUMED),
         },
+        measured={},
+        compute_capability=None,
     )
 
 
 FORMAT = 1  # of a probe's file; rises with every change that makes older numbers mean something else
 AGAIN = "measure again with `gather-moe probe`"
-PRODUCT_KINDS = ("forward", "input_gradient", "weight_gradient", "expert")
-LINK_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-# By field: the keys that a mapping must have, and those of which it may have some, "ops" none of them.
-ALL_KEYS: Mapping[str, tuple[str, ...]] = {"products": PRODUCT_KINDS, "passes": tuple(PASSES)}
-SOME_KEYS: Mapping[str, tuple[str, ...]] = {"ops": LINK_OPS, "measured": tuple(ELEMENT_BYTES)}
-LARGEST = 1e300  # neither infinity nor what is no number
-MAY_BE_0 = ("alpha_s", "residual", "max_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareFile:
+    """What a probe writes; `machine` says where and how it was measured, for people."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # of all that is inside, too
+
+    format: int
+    machine: Mapping[str, Any]
+    hardware: Hardware
 
 
 def hardware_as_json(hardware: Hardware, *, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a file; `machine` says where and how it was measured, for people."""
-    return {"format": FORMAT, "machine": dict(machine), "hardware": asdict(hardware)}
+    """Return the content of a file; `machine` as in `HardwareFile`."""
+    return asdict(HardwareFile(format=FORMAT, machine=machine, hardware=hardware))
 
 
 def read_hardware(path: Path) -> Hardware:
     """Return the hardware of a file; a ValueError says what is wrong with it and what to do."""
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        whole = json.loads(path.read_text())
+        text = path.read_bytes()
+        whole = json.loads(text)
     except FileNotFoundError:
         raise ValueError(
             f"hardware file {path} does not exist; write it with `gather-moe probe --out {path}`"
@@ -410,96 +443,19 @@ def read_hardware(path: Path) -> Hardware:
         age = "an older" if not isinstance(found, int) or found < FORMAT else "a newer"
         raise ValueError(f"hardware file {path} has {age} format ({found}) than this program's {FORMAT}; {AGAIN}")
     try:
-        _check_keys(whole, ("format", "machine", "hardware"), "the file")
-        made: Hardware = _decode_block(Hardware, whole["hardware"], "hardware", prefix="")
-        if missing := sorted(made.measured.keys() - made.peak_flops_per_s.keys()):
-            raise ValueError(f"peak_flops_per_s has no {', '.join(missing)}, which was measured")
-    except ValueError as error:
-        raise ValueError(f"hardware file {path} cannot be used: {error}; {AGAIN}") from None
-    return made
+        return TypeAdapter(HardwareFile).validate_json(text, strict=True).hardware
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place, words = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+        given = "" if isinstance(fault["input"], dict) else f" is {reprlib.repr(fault['input'])}"
+        raise ValueError(f"hardware file {path} cannot be used: {place}{given}: {words}; {AGAIN}") from None
 
 
-def _decode(kind: Any, value: Any, name: str) -> Any:
-    """Make a value of a field's type of what the JSON has under a name; ValueError names it."""
-    key, origin, parts = name.rpartition(".")[2], get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return None if value is None else _decode(parts[0], value, name)
-    if is_dataclass(kind):
-        return _decode_block(kind, value, name, prefix=f"{name}.")
-    if origin is Mapping:
-        _check_mapping(value, name, key)
-        return {entry: _decode(parts[1], number, f"{name}.{entry}") for entry, number in value.items()}
-    if origin is tuple and parts[-1] is ...:
-        if not isinstance(value, list) or not value:
-            raise ValueError(f"{name} is {_short(value)}, not a list of measurements")
-        return tuple(_decode(parts[0], row, name) for row in value)
-    if origin is tuple:
-        return tuple(_decode(*pair, name) for pair in zip(parts, _row(value, len(parts), name), strict=True))
-    if hasattr(kind, "_fields"):
-        row, kinds = _row(value, len(kind._fields), name), get_type_hints(kind)
-        return kind(*(_decode(kinds[part], row[i], f"{name}.{part}") for i, part in enumerate(kind._fields)))
-    _check_plain(kind, value, name, key)
-    return value
-
-
-def _decode_block(kind: Any, block: Any, name: str, *, prefix: str) -> Any:
-    kinds = get_type_hints(kind)
-    _check_keys(block, kinds, name)
-    return kind(**{key: _decode(part, block[key], f"{prefix}{key}") for key, part in kinds.items()})
-
-
-def _check_plain(kind: Any, value: Any, name: str, key: str) -> None:
-    """Check a text or a number."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if name == "device" and value not in ("cpu", "cuda"):
-        raise ValueError(f"its device is {value!r}, not cpu or cuda")
-    if kind is str:
-        words = "" if isinstance(value, str) else "a text"
-    elif kind is int:
-        least = 0 if key == "compute_capability" else 1
-        words = "" if is_number and isinstance(value, int) and value >= least else f"a whole number from {least} on"
-    elif key == "busy":
-        words = "" if is_number and 0 <= value <= 1 else "a share between 0 and 1"
-    elif key in MAY_BE_0:
-        words = "" if is_number and 0 <= value <= LARGEST else "a number from 0 on"
-    else:
-        words = "" if is_number and 0 < value <= LARGEST else "a positive number"
-    if words:
-        raise ValueError(f"{name} is {_short(value)}, not {words}")
-
-
-def _row(row: Any, length: int, name: str) -> list[Any]:
-    if not isinstance(row, list) or len(row) != length:
-        raise ValueError(f"{name} has {_short(row)}, not {length} numbers")
-    return row
-
-
-def _check_mapping(block: Any, name: str, key: str) -> None:
-    if key in ALL_KEYS:
-        _check_keys(block, ALL_KEYS[key], name)
-    _check_block(block, name)
-    if not block and key != "ops":
-        raise ValueError(f"{name} is empty")
-    known = SOME_KEYS.get(key, block)
-    for entry in block:
+def _check_names(name: str, found: Collection[str], *, known: Collection[str], needs_all: bool = False) -> None:
+    """Raise ValueError where a mapping has a name that is not known, or lacks one that it needs."""
+    for entry in found:
         if entry not in known:
             raise ValueError(f"{entry!r} in {name} is not one of {', '.join(known)}")
-
-
-def _check_keys(block: Any, names: Collection[str], name: str) -> None:
-    """Check that a block has just these names."""
-    _check_block(block, name)
-    if missing := sorted(set(names) - block.keys()):
-        raise ValueError(f"{missing[0]!r} is missing in {name}")
-    if unknown := sorted(block.keys() - set(names)):
-        raise ValueError(f"{unknown[0]!r} in {name} is not known")
-
-
-def _check_block(block: Any, name: str) -> None:
-    if not isinstance(block, dict):
-        raise ValueError(f"{name} is {_short(block)}, not a block of names and values")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
+    for entry in known if needs_all else ():
+        if entry not in found:
+            raise ValueError(f"{entry!r} is missing in {name}")

@@ -9,7 +9,7 @@ from modeling.layout import ParallelLayout
 from modeling.shard_table import ShardTable
 from modeling.spec import ModelSizes, Shapes, layer_shapes, outer_shapes
 
-BLOCK_OUTPUTS = {False: 3, True: 1}  # of a block, dense or not, with a gradient: x, and two sums of the router
+BLOCK_OUTPUTS = {"experts": 3, "dense": 1}  # with a gradient: x, and two sums of the router
 
 
 class RankParameters(NamedTuple):
@@ -37,15 +37,23 @@ class RankParameters(NamedTuple):
 class Module(NamedTuple):
     """A part of the model that ZeRO-3 fetches as one.
 
-    parameters   numbers of each, by name, in the order in which they were made
-    is_block     a decoder block, which DeepSpeed takes as a leaf: with everything inside
-    num_outputs  with a gradient; each asks for the module once in the backward
+    parameters  numbers of each, by name, in the order in which they were made
+    block       "experts" or "dense" of a decoder block, which DeepSpeed takes as a leaf: with everything inside
     """
 
     name: str
     parameters: Mapping[str, int]
-    is_block: bool = False
-    num_outputs: int = 1
+    block: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What modules that are alike have in common: of blocks, what kind they are, of others, their name."""
+        return self.block or self.name
+
+    @property
+    def num_outputs(self) -> int:
+        """With a gradient; each asks for the module once in the backward."""
+        return BLOCK_OUTPUTS.get(self.block, 1)
 
 
 @lru_cache(maxsize=256)
@@ -62,7 +70,7 @@ def held_modules(sizes: ModelSizes, layout: ParallelLayout) -> tuple[Module, ...
     for i in range(sizes.num_hidden_layers):
         is_dense = i in sizes.dense_layers
         parameters = {f"model.layers.{i}.{name}": number for name, number in kinds[is_dense].items()}
-        blocks.append(Module(f"block {i}", parameters, is_block=True, num_outputs=BLOCK_OUTPUTS[is_dense]))
+        blocks.append(Module(f"block {i}", parameters, block="dense" if is_dense else "experts"))
     ends = [Module(part, {name: outer[name]}) for part, name in (("norm", norm), ("head", head))]
     return (Module("embedding", {embedding: outer[embedding]}), *blocks, *ends)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from recipe.plan.compute_time import Both, LayerTimes, Times
 from recipe.plan.hardware import LINK_OPS, Hardware, Link
 from recipe.plan.job import Job
-from recipe.plan.parameters import BLOCK_OUTPUTS, Module, held_modules
+from recipe.plan.parameters import Module, held_modules
 from recipe.plan.traffic import SUM_BYTES, weights_of
 from recipe.plan.zero3 import Step, Thresholds, zero_number
 
@@ -323,7 +323,7 @@ class _ZeroPlay(Lanes):
         self._sums = [0.0] * self._under_way  # when each bucket has arrived
         self._seconds = _module_seconds(layer, recompute=job.recompute)
         self._gradients = {
-            _kind(module): [-(-number // parts) * parts for number in module.parameters.values()] for module in modules
+            module.kind: [-(-number // parts) * parts for number in module.parameters.values()] for module in modules
         }
 
     def run(self, steps: Sequence[Step]) -> None:
@@ -337,9 +337,9 @@ class _ZeroPlay(Lanes):
             if step.ahead:
                 ahead.append(self._gather(step.ahead))
             if step.module is not None:
-                self.work(self._seconds[_kind(step.module)][step.is_backward])
+                self.work(self._seconds[step.module.kind][step.is_backward])
                 if step.is_backward:
-                    self._add_up(self._gradients[_kind(step.module)])
+                    self._add_up(self._gradients[step.module.kind])
         if self._filled:
             self._send_bucket()
         self.wait(self._sums[-1])
@@ -360,13 +360,6 @@ class _ZeroPlay(Lanes):
         self._filled = 0
 
 
-def _kind(module: Module) -> str:
-    """Return the name under which `_module_seconds` has a module: a dense block's one output is x."""
-    if not module.is_block:
-        return module.name
-    return "block" if module.num_outputs == BLOCK_OUTPUTS[False] else "dense block"
-
-
 def _module_seconds(layer: LayerTimes, *, recompute: bool) -> dict[str, tuple[float, float]]:
     """Return what each kind of module computes forward and backward, what is computed again included there."""
 
@@ -377,8 +370,8 @@ def _module_seconds(layer: LayerTimes, *, recompute: bool) -> dict[str, tuple[fl
     other = layer["other"]
     return {
         "embedding": (other.forward.before, other.backward.after),
-        "block": together(layer["attention"], layer["router"], layer["experts"]),
-        "dense block": together(layer["attention"], layer["dense"]),
+        "experts": together(layer["attention"], layer["router"], layer["experts"]),
+        "dense": together(layer["attention"], layer["dense"]),
         "norm": (other.forward.after, other.backward.before),
         "head": (layer["head"].forward.total, layer["head"].backward.total),  # its gradients are made in its forward
     }

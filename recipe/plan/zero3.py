@@ -175,7 +175,7 @@ class _MicroBatch:
         inside = {name: number for module in modules[:-1] for name, number in module.parameters.items()}
         self.within = {**self.own, ROOT: self.numbers, INSIDE: inside}
         self.totals = {name: sum(parameters.values()) for name, parameters in self.within.items()}
-        self.outside = {module.name: module.parameters for module in modules if not module.is_block}
+        self.outside = {module.name: module.parameters for module in modules if not module.block}
         self.events = list(_events(modules, num_outputs=num_outputs))
         self.order = [name for name, is_fetch in self.events if is_fetch]
         self.queue = deque((name, step) for step, module in enumerate(self.order) for name in self.own[module])

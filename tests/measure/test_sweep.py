@@ -11,10 +11,8 @@ import pytest
 from recipe.cli import main
 from recipe.measure import sweep
 from recipe.measure.sweep import Setting, entries_of, run_name, run_plan, run_sweep, table
-from recipe.plan.hardware import find_hardware
-from recipe.plan.search import PlanRequest, search_plans
-from recipe.settings.flags import Arguments
-from recipe.settings.model import read_model
+from recipe.plan.search import search_plans
+from tests.plan_hardware import plan_request
 from tests.training import write_inputs
 
 ONE_RANK = Setting(num_ranks=1, device="cpu", num_steps=2, limit_s=60.0)
@@ -61,15 +59,8 @@ def test_a_sweep_ends_with_a_table_and_goes_on_where_it_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model_file = str(write_inputs(tmp_path)["config_name"])
-    wanted = PlanRequest(
-        model=read_model(Arguments(config_name=model_file)).kwargs,
-        hardware=find_hardware("cpu"),
-        gpus=2,
-        ranks_per_node=2,
-        block_size=16,
-        sequences_per_step=2,
-        precision="fp32",
-    )
+    shape = {"gpus": 2, "block_size": 16, "sequences_per_step": 2, "precision": "fp32"}
+    wanted = plan_request(model_file, hardware="cpu", **shape)
     first, second = entries_of(search_plans(wanted), model={"config_name": model_file}, top=2)
     broken = {**first, "plan": "broken", "config": {**first["config"], "parallel": {"tp": 3}}}
     setting = ONE_RANK._replace(num_ranks=2)

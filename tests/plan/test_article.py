@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from recipe.plan.hardware import find_hardware
 from recipe.plan.report import against
-from recipe.plan.search import Found, PlanRequest, search_plans
+from recipe.plan.search import Found, search_plans
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model, sizes_of
 from recipe.settings.presets import PRESETS
+from tests.plan_hardware import plan_request
 
 THEIRS = {"tp": 4, "ep": 4, "strategy": "gather_tokens"}
 THEIR_BATCH = 8  # sequences: two for each of four groups, 131,072 tokens
@@ -18,15 +18,8 @@ THEIR_BATCH = 8  # sequences: two for each of four groups, 131,072 tokens
 
 @functools.cache
 def planned(*, ranks_per_node: int, sequences_per_step: int = THEIR_BATCH) -> Found:
-    request = PlanRequest(
-        model=read_model(Arguments(config_name="article-1")).kwargs,
-        hardware=find_hardware("a100-80g"),
-        gpus=16,
-        ranks_per_node=ranks_per_node,
-        block_size=16384,
-        sequences_per_step=sequences_per_step,
-        precision="bf16",
-    )
+    shape = {"ranks_per_node": ranks_per_node, "block_size": 16384, "sequences_per_step": sequences_per_step}
+    request = plan_request("article-1", gpus=16, **shape)
     sizes = request.sizes
     assert (sizes.hidden_size, sizes.num_experts, sizes.moe_intermediate_size) == (1024, 8, 4096)
     return search_plans(request)

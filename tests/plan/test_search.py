@@ -11,30 +11,20 @@ import pytest
 from modeling.layout import LayoutRequest, ParallelLayout, layout_faults
 from recipe.plan import report, search
 from recipe.plan.flags import add_job_flags, add_model_flags, add_world_flags, read_job
-from recipe.plan.hardware import find_hardware
 from recipe.plan.job import Job, job_of
 from recipe.plan.memory import predict_memory
 from recipe.plan.report import against, describe, idle_notes, loses_by, nearest_to_fit, plan_as_json, why_first
 from recipe.plan.search import Arrangement, Found, Plan, PlanRequest, Rejected, make_job, search_plans
 from recipe.plan.step_time import mfu, predict_time
 from recipe.settings.arguments import parse_arguments
-from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model, sizes_of
 from recipe.settings.resolve import BUCKET_KEY, USUAL_BUCKET, resolve_config
 from recipe.settings.sources import load_deepspeed_json
 from recipe.shared.units import GIB, size
+from tests.plan_hardware import plan_request
 
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4}
 SIX_HEADS = {**TINY, "num_attention_heads": 6, "num_key_value_heads": 6, "num_experts": 8}
-
-
-def request(
-    name: str = "demo", *, hardware: str = "a100-80g", overrides: dict[str, Any] | None = None, **changes: Any
-) -> PlanRequest:
-    """A small model on eight A100 of one node, unless told otherwise."""
-    model = read_model(Arguments(config_name=name, config_overrides=overrides or {})).kwargs
-    values = {"gpus": 8, "ranks_per_node": changes.get("gpus", 8), "block_size": 512, "sequences_per_step": 16}
-    return PlanRequest(model=model, hardware=find_hardware(hardware), **{**values, "precision": "bf16", **changes})
 
 
 def resolved_job(plan: Plan, wanted: PlanRequest, *, name: str, folder: Path) -> Job:
@@ -61,7 +51,7 @@ def resolved_job(plan: Plan, wanted: PlanRequest, *, name: str, folder: Path) ->
 def test_every_plan_passes_the_trainers_own_validation(
     overrides: dict[str, Any], hardware: str, gpus: int, tmp_path: Path
 ) -> None:
-    wanted = request(hardware=hardware, overrides=overrides, gpus=gpus, sequences_per_step=gpus, block_size=96)
+    wanted = plan_request(hardware=hardware, overrides=overrides, gpus=gpus, sequences_per_step=gpus, block_size=96)
     found = search_plans(wanted)
     assert found.plans
     for plan in found.plans:
@@ -77,7 +67,7 @@ def test_every_plan_passes_the_trainers_own_validation(
 @pytest.mark.requirement("R-PLAN-03")
 def test_three_devices_leave_one_idle_where_the_group_is_two() -> None:
     """Numbers per GPU and MFU are of all devices, idle ones too."""
-    found = search_plans(request(overrides=TINY, gpus=3, sequences_per_step=3))
+    found = search_plans(plan_request(overrides=TINY, gpus=3, sequences_per_step=3))
     assert {plan.job.layout.tp: found.idle(plan) for plan in found.plans} == {1: 0, 2: 1}
     (rejected,) = [row for row in found.rejected if row.tp == 3]
     assert "num_attention_heads=4 cannot be split over tp=3; tp must be one of [1, 2, 4]" in rejected.reason
@@ -100,7 +90,7 @@ def fastest(wanted: PlanRequest, arrangement: Arrangement) -> float:
 
 
 SMALL = {"overrides": {"num_hidden_layers": 2}, "gpus": 4, "sequences_per_step": 8}
-LARGE = {"name": "qwen3-30b-a3b", "hardware": "h100", "gpus": 16, "ranks_per_node": 8, "block_size": 4096}
+LARGE = {"model": "qwen3-30b-a3b", "hardware": "h100", "gpus": 16, "ranks_per_node": 8, "block_size": 4096}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +105,7 @@ LARGE = {"name": "qwen3-30b-a3b", "hardware": "h100", "gpus": 16, "ranks_per_nod
     ids=["gpu", "cpu", "32 sequences", "64 sequences"],
 )
 def test_nothing_that_is_left_out_of_the_search_would_be_faster(changes: dict[str, Any], room_gib: int | None) -> None:
-    wanted = request(**changes)
+    wanted = plan_request(**changes)
     if room_gib is not None:
         wanted = with_room(wanted, room_gib * GIB)
     plans = search_plans(wanted).plans
@@ -143,7 +133,7 @@ def with_room(wanted: PlanRequest, num_bytes: int) -> PlanRequest:
 
 
 def test_what_does_not_fit_is_rejected_by_the_least_that_it_needs() -> None:
-    wanted = request("mixtral-8x7b", hardware="a100-40g", gpus=4, block_size=4096, sequences_per_step=4)
+    wanted = plan_request("mixtral-8x7b", hardware="a100-40g", gpus=4, block_size=4096, sequences_per_step=4)
     found = search_plans(wanted)
     lacking = {row.layout: row for row in found.rejected if row.lacking_bytes}
     assert lacking
@@ -161,7 +151,7 @@ def test_what_does_not_fit_is_rejected_by_the_least_that_it_needs() -> None:
 
 def test_all_sequences_at_once_may_fit_where_fewer_do_not() -> None:
     """A single micro-batch keeps no gradients of those before it."""
-    wanted = request("mixtral-8x7b", block_size=2048, sequences_per_step=4)
+    wanted = plan_request("mixtral-8x7b", block_size=2048, sequences_per_step=4)
     found = 0
     for arrangement in search.arrangements(wanted):
         if isinstance(arrangement, Rejected):
@@ -179,20 +169,20 @@ def test_all_sequences_at_once_may_fit_where_fewer_do_not() -> None:
 
 
 def test_skew_slows_whole_experts_and_leaves_slices_alone() -> None:
-    sizes = request("qwen3-30b-a3b").sizes
+    sizes = plan_request("qwen3-30b-a3b").sizes
     layouts = {ep: ParallelLayout(tp=8, ep=ep) for ep in (1, 2, 4, 8)}
     found = {ep: search.skew_of(layout, sizes=sizes, skew=2.0) for ep, layout in layouts.items()}
     # The busiest of eight has a quarter of all rows, each other 3/28: four of them together have 4/7.
     assert found == pytest.approx({1: 1.0, 2: 8 / 7, 4: 10 / 7, 8: 2.0})
     # With 8 experts of which 2 are chosen, one of 8 ranks gets half of the rows at most, each other 1/14.
-    few = request("mixtral-8x7b").sizes
+    few = plan_request("mixtral-8x7b").sizes
     capped = {ep: search.skew_of(layout, sizes=few, skew=7.0) for ep, layout in layouts.items()}
     assert capped == pytest.approx({1: 1.0, 2: 10 / 7, 4: 16 / 7, 8: 4.0})
     for skew in (1.0, 1.5, 3.0, 8.0):
         rising = [search.skew_of(layout, sizes=few, skew=skew) for layout in layouts.values()]
         assert rising == sorted(rising)
     even, skewed = (
-        {plan.arrangement: plan.time.step_s for plan in search_plans(request("olmoe", skew=skew)).plans}
+        {plan.arrangement: plan.time.step_s for plan in search_plans(plan_request("olmoe", skew=skew)).plans}
         for skew in (1.0, 2.0)
     )
     for arrangement, step_s in skewed.items():
@@ -200,7 +190,7 @@ def test_skew_slows_whole_experts_and_leaves_slices_alone() -> None:
 
 
 def test_a_micro_batch_is_no_larger_than_asked_and_shared_by_all_ranks() -> None:
-    wanted = request(max_micro_batch=2, block_size=6, sequences_per_step=8)
+    wanted = plan_request(max_micro_batch=2, block_size=6, sequences_per_step=8)
     assert search.micro_batches(wanted, ParallelLayout(dp=1, tp=4, ep=1)) == [2]
     found = search_plans(wanted)
     assert {plan.job.num_sequences for plan in found.plans} <= {1, 2}
@@ -209,13 +199,13 @@ def test_a_micro_batch_is_no_larger_than_asked_and_shared_by_all_ranks() -> None
 
 
 def test_dropout_keeps_to_single_ranks() -> None:
-    found = search_plans(request(overrides={"attention_dropout": 0.1}))
+    found = search_plans(plan_request(overrides={"attention_dropout": 0.1}))
     assert {plan.job.layout.tp for plan in found.plans} == {1}
     assert any("attention_dropout=0.1 cannot be used with tp=2" in row.reason for row in found.rejected)
 
 
 def test_words_name_the_best_and_what_every_other_layout_loses_by() -> None:
-    found = search_plans(request("olmoe", gpus=16, ranks_per_node=8, block_size=4096))
+    found = search_plans(plan_request("olmoe", gpus=16, ranks_per_node=8, block_size=4096))
     best, second, *_, worst = found.plans
     assert sum(report.seconds_by_kind(best).values()) == pytest.approx(best.time.step_s)
     sentences = why_first(found)
@@ -250,7 +240,7 @@ def test_words_name_the_best_and_what_every_other_layout_loses_by() -> None:
 )
 def test_a_layout_that_cannot_be_is_told_its_own_reason(wanted: dict[str, Any], why: str) -> None:
     """With and without a layout that fits."""
-    olmoe = request("olmoe", gpus=4, sequences_per_step=4)
+    olmoe = plan_request("olmoe", gpus=4, sequences_per_step=4)
     found = search_plans(with_room(olmoe, 20 * GIB))
     assert not [plan for plan in found.plans if plan.job.layout.tp == 4]
     assert f" cannot be: {why}" in against(found, wanted)
@@ -261,7 +251,7 @@ def test_memory_that_is_short_is_nearer_to_fitting_than_a_broken_rule() -> None:
     much, little = (Rejected(name, name, tp=2, ep=1, lacking_bytes=n) for name, n in (("much", 9), ("little", 5)))
     assert nearest_to_fit([rule, much, little]) == little
     assert nearest_to_fit([rule]) == rule
-    alone = request(overrides=TINY, gpus=1, sequences_per_step=1)
+    alone = plan_request(overrides=TINY, gpus=1, sequences_per_step=1)
     found = Found(alone, search_plans(alone).plans, (rule, much, little), GIB)
     assert "why not tp=2: little: little" in describe(found, notes=(), top=1)
     only_ruled_out = found._replace(rejected=(rule,))
@@ -269,7 +259,7 @@ def test_memory_that_is_short_is_nearer_to_fitting_than_a_broken_rule() -> None:
 
 
 def test_a_batch_that_leaves_groups_idle_is_named_with_one_that_does_not() -> None:
-    odd = request(gpus=7, sequences_per_step=7)
+    odd = plan_request(gpus=7, sequences_per_step=7)
     (note,) = idle_notes(search_plans(odd))
     assert note.startswith("7 sequences of a step in equal parts keep only 1 of 3 groups of 2 at work; ")
     assert f"--tokens_per_batch {21 * 512} leaves no group idle" in note
@@ -313,7 +303,7 @@ def test_a_block_that_is_no_object_is_named_under_flags(block: str, tmp_path: Pa
 def test_a_file_says_how_much_is_summed_at_once_where_the_trainer_would_sum_more(name: str, says_so: bool) -> None:
     whole = Arrangement(ParallelLayout(dp=2, tp=4, ep=4), "gather_tokens")
     switches = {"recompute": False, "regather": False, "overlap": True}
-    job = make_job(request(name), whole, num_sequences=1, zero_stage=2, **switches)
+    job = make_job(plan_request(name), whole, num_sequences=1, zero_stage=2, **switches)
     written = report.run_config(job, model={})["zero_optimization"]
     assert (job.zero["reduce_bucket_size"] == 50_000_000) is says_so
     assert written == ({"stage": 2, "reduce_bucket_size": 50_000_000} if says_so else {"stage": 2})

@@ -9,12 +9,12 @@ from modeling.layout import ParallelLayout
 from recipe.plan.compute_time import num_launches
 from recipe.plan.hardware import Hardware, Link, find_hardware
 from recipe.plan.job import Job
-from recipe.plan.search import Arrangement, PlanRequest, make_job
+from recipe.plan.search import Arrangement, make_job
 from recipe.plan.step_time import TimePlan, mfu, predict_time
 from recipe.plan.traffic import planned_traffic, ring_bytes
 from recipe.plan.transfer_time import Lanes, Ring, call_seconds, describe_overlap, ring_of
 from recipe.shared.flops import model_flops_per_token
-from tests.plan_hardware import flat_hardware
+from tests.plan_hardware import flat_hardware, plan_request
 from tests.traffic_jobs import MODEL as SMALL
 from tests.traffic_jobs import changed, small_job
 
@@ -176,15 +176,7 @@ def test_kernels_launched_one_by_one_are_a_wall_of_their_own() -> None:
 
 def test_a_planned_job_is_graphed_where_the_run_would_be() -> None:
     """The rule is the trainer's: by default attention on a GPU reads documents on the host."""
-    request = PlanRequest(
-        model=MODEL,
-        hardware=find_hardware("h100"),
-        gpus=2,
-        ranks_per_node=2,
-        block_size=256,
-        sequences_per_step=2,
-        precision="bf16",
-    )
+    request = plan_request(MODEL, hardware="h100", gpus=2, block_size=256, sequences_per_step=2)
     found = {}
     for attention in ("sdpa", "flash_attention_2"):
         asked = replace(request, attention=attention)

@@ -96,8 +96,8 @@ def test_options_that_say_no_are_none() -> None:
 
 MODULES = [
     Module("embedding", {"e": 10}),
-    Module("block 0", {"a": 100, "small": 1}, is_block=True, num_outputs=3),
-    Module("block 1", {"b": 100}, is_block=True, num_outputs=3),
+    Module("block 0", {"a": 100, "small": 1}, block="experts"),
+    Module("block 1", {"b": 100}, block="experts"),
     Module("norm", {"n": 1}),
     Module("head", {"h": 10}),
 ]
@@ -134,7 +134,7 @@ def test_what_is_gathered_follows_from_the_thresholds(thresholds: dict[str, int]
 def test_every_output_of_the_decoder_asks_for_it() -> None:
     """It has no parameters of its own, but each time the next one is gathered ahead."""
     one_by_one = NOTHING_AHEAD._replace(prefetch=1)
-    last = Module("block 2", dict.fromkeys("abcdefgh", 100), is_block=True)
+    last = Module("block 2", dict.fromkeys("abcdefgh", 100), block="dense")
     modules = [Module("embedding", {"i": 10}), last, Module("norm", {"n": 1}), Module("head", {"o": 10})]
     backward = [gathers(one_by_one, modules=modules, num_outputs=number)[-4:] for number in (1, 3)]
     assert backward == [
