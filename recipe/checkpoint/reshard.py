@@ -11,15 +11,7 @@ from pathlib import Path
 from recipe.checkpoint.find import Checkpoint, find_checkpoint
 from recipe.checkpoint.folders import check_free_space, step_in_name
 from recipe.checkpoint.inspect_checkpoint import sizes_in
-from recipe.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    file_sizes,
-    flush_folder,
-    read_manifest,
-    record_file,
-    write_manifest,
-)
+from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_sizes, read_manifest, record_file, write_manifest
 from recipe.checkpoint.native_files import open_training_state
 from recipe.checkpoint.tensor_file import MAX_FILE_BYTES
 from recipe.checkpoint.training_state import (
@@ -34,6 +26,7 @@ from recipe.checkpoint.training_state import (
 )
 from recipe.shared.errors import CheckpointBrokenError, CheckpointWriteError
 from recipe.shared.flops import count_parameters
+from recipe.shared.json_files import flush
 from recipe.shared.ranks import OneRank
 from recipe.shared.units import byte_bar
 
@@ -87,7 +80,7 @@ def reshard(
         _check_same(read, read_back)
         _seal(staging, source=manifest, carried=carried)
         staging.rename(out)
-        flush_folder(out.parent)
+        flush(out.parent)
     except OSError as error:
         raise CheckpointWriteError(f"{out} could not be written: {error}; what was written is removed") from error
     finally:
