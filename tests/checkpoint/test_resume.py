@@ -44,6 +44,7 @@ TIED = {"config_overrides": "tie_word_embeddings=true"}
     ("world_size", "ds_config", "changes"),
     [
         (1, {}, {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
+        slow(2, {"parallel": {"tp": 2, "ep": 2, "resident_experts": 1}}, {"router_aux_loss_coef": 0.0}),
         slow(4, zero(1), {**FOUR, "bf16": True}),
         slow(4, zero(2), {**FOUR, **TIED}),
         slow(4, zero(3), {**FOUR, **TIED, "bf16": True}),
