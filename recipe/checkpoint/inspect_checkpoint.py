@@ -201,15 +201,16 @@ def _describe_one(found: Inspection) -> Iterator[tuple[str, str]]:
 def _summarise(folder: StepFolder) -> Summary:
     try:
         manifest = read_manifest(folder.path)
+        faults = tuple(_faults(folder.path, manifest, checksums=False))
     except CheckpointBrokenError as error:
-        return Summary(folder=folder.path, step=folder.step, details={}, num_bytes=0, checksums=False, faults=(error,))
+        manifest, faults = Manifest(step=folder.step, files={}), (error,)
     return Summary(
         folder=folder.path,
         step=folder.step,
         details=manifest.details,
         num_bytes=sum(manifest.sizes_bytes.values()),
         checksums=False,
-        faults=tuple(_faults(folder.path, manifest, checksums=False)),
+        faults=faults,
     )
 
 

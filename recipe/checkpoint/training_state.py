@@ -19,14 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from modeling.shard_table import Ranges
-from recipe.checkpoint.tensor_file import MAX_FILE_BYTES, TensorSpec, bytes_of, find_tensors, write_tensors
+from recipe.checkpoint.tensor_file import ELEMENT_BYTES, MAX_FILE_BYTES, bytes_of, find_tensors, write_tensors
 from recipe.shared.errors import CheckpointBrokenError
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (WEIGHT, *MOMENTS)
 NATIVE_FOLDER, WHOLE_FOLDER = "deepspeed", "whole"
-ELEMENT_BYTES = 4  # of what a TrainingState gives, which is float32
 PIECE_BYTES = 32 * 2**20
 TRAINING_NAME, STEM, FORMAT_VERSION = "training.json", "state", 1  # of the form without a layout
 
@@ -183,12 +182,12 @@ def write_whole(
     entries = {entry.key: entry for entry in entries_of(state)}
     digests: dict[str, str] = {}
 
-    def pieces(spec: TensorSpec) -> Iterator[Tensor]:
-        return _digested(state, entries[spec.name], digests=digests, piece_bytes=piece_bytes, advance=advance)
+    def pieces(key: str) -> Iterator[Tensor]:
+        return _digested(state, entries[key], digests=digests, piece_bytes=piece_bytes, advance=advance)
 
     folder.mkdir()
-    specs = [TensorSpec(key, entry.shape, torch.float32) for key, entry in entries.items()]
-    write_tensors(folder, specs, stem=STEM, pieces=pieces, max_file_bytes=max_file_bytes)
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    write_tensors(folder, shapes, stem=STEM, pieces=pieces, max_file_bytes=max_file_bytes)
     tensors = {name: {"shape": list(shape), "kinds": list(state.kinds(name))} for name, shape in state.shapes().items()}
     content = {"format_version": FORMAT_VERSION, "step": state.step, "tensors": tensors}
     (folder / TRAINING_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from torch import Tensor
 from recipe.checkpoint.find import find_checkpoint
 from recipe.checkpoint.manifest import read_manifest
 from recipe.checkpoint.reshard import reshard
-from recipe.checkpoint.tensor_file import DTYPE_NAMES, TensorSpec, find_tensors, write_tensors
+from recipe.checkpoint.tensor_file import find_tensors, write_tensors
 from recipe.checkpoint.training_state import Entry, WholeTensors, digests_of, read_pieces, write_whole
 from recipe.cli import main
 from recipe.shared.errors import (
@@ -130,24 +130,19 @@ def test_a_single_file_may_also_come_from_the_library(folder: Path) -> None:
     assert all(torch.equal(got[key], tensor) for key, tensor in tensors.items())
 
 
-def specs_of(tensors: dict[str, Tensor]) -> list[TensorSpec]:
-    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-
-
 def write(folder: Path, tensors: dict[str, Tensor], *, max_file_bytes: int = 2**20, size: int = 5) -> int:
     """Written `size` elements at a time."""
     return write_tensors(
         folder,
-        specs_of(tensors),
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         stem="state",
-        pieces=lambda spec: tensors[spec.name].flatten().split(size),
+        pieces=lambda name: tensors[name].flatten().split(size),
         max_file_bytes=max_file_bytes,
     )
 
 
-def test_the_library_reads_every_dtype_back(tmp_path: Path) -> None:
-    tensors = {f"of {name}": torch.arange(21).view(3, 7).to(dtype) for dtype, name in reversed(DTYPE_NAMES.items())}
-    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4)}
+def test_the_library_reads_every_shape_back(tmp_path: Path) -> None:
+    tensors = {"matrix": torch.arange(21.0).view(3, 7), "scalar": torch.tensor(2.5), "empty": torch.empty(0, 4)}
     assert write(tmp_path, tensors) == 1
     loaded = load_file(tmp_path / "state.safetensors")
     assert loaded.keys() == tensors.keys()
@@ -181,22 +176,19 @@ def test_pieces_are_taken_one_at_a_time(tmp_path: Path) -> None:
     """Each one is in the file, or its buffer, before the next is asked for: it can be freed, or changed."""
     room = torch.empty(4096)
 
-    def pieces(spec: TensorSpec) -> list[Tensor]:
+    def pieces(name: str) -> list[Tensor]:
         return (room.fill_(number) for number in range(3))  # type: ignore[return-value]
 
-    write_tensors(tmp_path, [TensorSpec("a", (3, 4096), torch.float32)], stem="state", pieces=pieces)
+    write_tensors(tmp_path, {"a": (3, 4096)}, stem="state", pieces=pieces)
     loaded = load_file(tmp_path / "state.safetensors")["a"]
     assert torch.equal(loaded, torch.arange(3.0)[:, None].expand(3, 4096))
 
 
 def test_pieces_that_are_not_what_was_announced_are_refused(tmp_path: Path) -> None:
-    spec = TensorSpec("a", (2, 3), torch.float32)
     with pytest.raises(ValueError, match=r"a of shape \(2, 3\) has 24 bytes, but its pieces 20"):
-        write_tensors(tmp_path, [spec], stem="state", pieces=lambda spec: [torch.zeros(5)])
+        write_tensors(tmp_path, {"a": (2, 3)}, stem="state", pieces=lambda name: [torch.zeros(5)])
     with pytest.raises(ValueError, match=r"a was to be torch.float32, but a piece of it is torch.float64"):
-        write_tensors(tmp_path, [spec], stem="state", pieces=lambda spec: [torch.zeros(6).double()])
-    with pytest.raises(ValueError, match=r"z is of torch.complex64, which the format has no name for"):
-        write_tensors(tmp_path, [TensorSpec("z", (2,), torch.complex64)], stem="state", pieces=lambda spec: [])
+        write_tensors(tmp_path, {"a": (2, 3)}, stem="state", pieces=lambda name: [torch.zeros(6).double()])
 
 
 @pytest.fixture(scope="module")
@@ -337,8 +329,8 @@ def test_a_tensor_that_is_read_back_otherwise_fails_the_command(
 def test_a_tensor_that_is_not_written_fails_the_command(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def forget_one(folder: Path, specs: Any, **options: Any) -> int:
-        return write_tensors(folder, specs[1:], **options)
+    def forget_one(folder: Path, shapes: dict[str, tuple[int, ...]], **options: Any) -> int:
+        return write_tensors(folder, dict([*shapes.items()][1:]), **options)
 
     with patch("recipe.checkpoint.training_state.write_tensors", forget_one):
         assert main(["reshard", str(saved), str(tmp_path / "out")]) == 12
