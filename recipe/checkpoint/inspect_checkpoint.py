@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 HF_CONFIG = "hf/config.json"
 MANY_FAULTS = 10  # more are counted only
 MODEL_PREFIX = "model."  # of the model's settings in the details
-PIECE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +268,7 @@ class Values:
             self.max = max(self.max, finite.max().item())
 
 
-def scan_values(state: "TrainingState", *, piece_bytes: int = PIECE_BYTES) -> dict[str, Values]:
+def scan_values(state: "TrainingState") -> dict[str, Values]:
     """Read every number of a state, a piece at a time; return the statistics by kind of tensor."""
     from recipe.checkpoint.training_state import entries_of, read_pieces
 
@@ -279,7 +278,7 @@ def scan_values(state: "TrainingState", *, piece_bytes: int = PIECE_BYTES) -> di
         for entry in entries:
             values = found.setdefault(entry.kind, Values())
             values.num_tensors += 1
-            for piece in read_pieces(state, entry, piece_bytes=piece_bytes):
+            for piece in read_pieces(state, entry):
                 values.add(piece)
                 bar.update(piece.nbytes)
     return found

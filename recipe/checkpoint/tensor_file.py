@@ -22,22 +22,17 @@ ALIGNMENT_BYTES = 8
 
 
 def write_tensors(
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    stem: str,
-    pieces: Callable[[str], Iterable[Tensor]],
-    max_file_bytes: int = MAX_FILE_BYTES,
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], *, stem: str, pieces: Callable[[str], Iterable[Tensor]]
 ) -> int:
     """Write float32 tensors of these shapes, by name, into `folder`; returns the number of files.
 
     That is `stem`.safetensors, or several such files and an index. `pieces` gives the elements of the tensor of a name
     on the CPU, in row-major order and in any number of parts, of which one is in memory at a time. A file holds at most
-    `max_file_bytes` of numbers, but for a tensor that is larger by itself. Raises ValueError where the pieces are not
+    MAX_FILE_BYTES of numbers, but for a tensor that is larger by itself. Raises ValueError where the pieces are not
     what was announced.
     """
     sizes_bytes = {name: prod(shape) * ELEMENT_BYTES for name, shape in shapes.items()}
-    files = _share_out(sizes_bytes, max_file_bytes=max_file_bytes)
+    files = _share_out(sizes_bytes)
     file_of: dict[str, str] = {}
     for file_name, held in zip(file_names(len(files), stem=stem), files, strict=True):
         with (folder / file_name).open("wb") as file:
@@ -82,14 +77,14 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _share_out(sizes_bytes: Mapping[str, int], *, max_file_bytes: int) -> list[list[str]]:
+def _share_out(sizes_bytes: Mapping[str, int]) -> list[list[str]]:
     """Return the names of the tensors of each file."""
     files: list[list[str]] = []
     room_bytes = 0
     for name, num_bytes in sizes_bytes.items():
         if not files or num_bytes > room_bytes:
             files.append([])
-            room_bytes = max_file_bytes
+            room_bytes = MAX_FILE_BYTES
         files[-1].append(name)
         room_bytes -= num_bytes
     return files

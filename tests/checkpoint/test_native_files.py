@@ -238,6 +238,7 @@ MEASURE = """
 import sys, threading
 from pathlib import Path
 import torch.distributed
+from recipe.checkpoint import tensor_file, training_state
 from recipe.checkpoint.reshard import reshard
 
 def anonymous_bytes():
@@ -255,8 +256,8 @@ before = most = anonymous_bytes()
 done = threading.Event()
 thread = threading.Thread(target=watch)
 thread.start()
-sizes = {"piece_bytes": int(piece_bytes), "max_file_bytes": 2**25}
-reshard(Path(large), out=Path(folder) / "second", say=lambda line: None, **sizes)
+training_state.PIECE_BYTES, tensor_file.MAX_FILE_BYTES = int(piece_bytes), 2**25
+reshard(Path(large), out=Path(folder) / "second", say=lambda line: None)
 done.set()
 thread.join()
 assert not torch.distributed.is_initialized()
