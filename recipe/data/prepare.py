@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from recipe.data.conversations import RowEncoder
 from recipe.data.corpora import open_corpora
 from recipe.data.documents import Corpus, CorpusFacts, digest_of
-from recipe.data.options import DataFormat, check_options, choose_format, format_faults
+from recipe.data.options import DataFormat, choose_format, format_faults
 from recipe.data.packing import Holdout, PackedBlocks, Stretches, all_documents, hold_out
 from recipe.data.token_store import FORMAT, TokenStore, entropy_nats
 from recipe.data.tokenise import tokenise
@@ -49,12 +49,11 @@ class PreparedData(NamedTuple):
 def prepare_data(options: Arguments, *, ranks: Ranks, say: Callable[[str], None]) -> PreparedData:
     """Find, tokenise (once) and pack the corpus. Collective: an error on one rank is raised on all.
 
-    Without `dataset_name` and `train_file` the corpus is the running Python's own standard library; without
-    `tokenizer_name` a byte-level BPE of `train_vocab_size` entries is trained on the training corpus. One rank of each
-    file system reads the sources; all ranks read its cache. `say` is called on every rank with the same lines. A user's
-    mistake is a ValueError, anything else a RanksFailedError.
+    `options` have none of the faults that `option_faults` finds. Without `dataset_name` and `train_file` the corpus is
+    the running Python's own standard library; without `tokenizer_name` a byte-level BPE of `train_vocab_size` entries
+    is trained on the training corpus. One rank of each file system reads the sources; all ranks read its cache. `say`
+    is called on every rank with the same lines. A user's mistake is a ValueError, anything else a RanksFailedError.
     """
-    check_options(options)
     corpora = functools.cache(partial(open_corpora, options))  # opened on the ranks that read, and once
     facts = on_first(lambda: {part: corpus.facts for part, corpus in corpora().items()}, ranks=ranks)
     data_format = on_first(lambda: choose_format(corpora()["train"], options=options), ranks=ranks)
