@@ -96,9 +96,9 @@ def read_training(text: str) -> Training:
         assert launched.user_script == TRAINER, text
         num_ranks = launched.num_gpus if launched.num_gpus > 0 else DEFAULT_RANKS
         if "--hostfile" in words:
-            from recipe.launch.hosts import rank_table, read_hostfile
+            from recipe.launch.hosts import read_hostfile
 
-            num_ranks = len(rank_table(read_hostfile(ROOT / "examples" / "hostfile").hosts))
+            num_ranks = sum(host.slots for host in read_hostfile(ROOT / "examples" / "hostfile").hosts)
         return Training(num_ranks, launched.user_args)
     assert words[0] == "torchrun", f"no launcher is known for the command {text!r}"
     from torch.distributed.run import get_args_parser

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -61,6 +63,14 @@ def state_of(config: GatherMoeConfig) -> MemoryState:
             values = torch.randn(tensor.shape, generator=generator)
             tensors[f"{kind}/{name}"] = values.abs() if kind == MOMENTS[1] else values
     return MemoryState(tensors)
+
+
+def pieces_of(num_bytes: int, *, file_bytes: int = 2**20) -> AbstractContextManager[object]:
+    """States are read and written so many bytes at a time, and into files of at most so many."""
+    sizes = ExitStack()
+    sizes.enter_context(patch("recipe.checkpoint.training_state.PIECE_BYTES", num_bytes))
+    sizes.enter_context(patch("recipe.checkpoint.tensor_file.MAX_FILE_BYTES", file_bytes))
+    return sizes
 
 
 def ignore(_: object) -> None:

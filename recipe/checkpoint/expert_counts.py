@@ -6,7 +6,7 @@ Experts are placed over the ranks by these counts.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,10 +67,9 @@ class ExpertCounter:
         return self._saved
 
 
-def write_expert_counts(folder: Path, counts: Sequence[Sequence[float]], *, first_step: int, last_step: int) -> None:
+def write_expert_counts(folder: Path, counts: ExpertCounts) -> None:
     """Add the file to the checkpoint in `folder`. For one rank, with the counts of all ranks."""
-    content = {"first_step": first_step, "last_step": last_step, "counts": [list(layer) for layer in counts]}
-    (folder / NAME).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    (folder / NAME).write_text(json.dumps(asdict(counts)) + "\n", encoding="utf-8")
 
 
 def read_expert_counts(path: Path) -> ExpertCounts:

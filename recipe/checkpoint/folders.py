@@ -15,8 +15,9 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, flush_folder, read_manifest
+from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_faults, read_manifest
 from recipe.shared.errors import CheckpointBrokenError, NotEnoughSpaceError
+from recipe.shared.json_files import flush
 from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_first
 from recipe.shared.units import exact_size
@@ -80,7 +81,7 @@ def publish(root: Path, step: int) -> None:
         # put back by tidy(); dying later, it is deleted there.
         target.rename(replaced)
     staging_folder(root, step).rename(target)
-    flush_folder(root)
+    flush(root)
 
 
 def point_latest(root: Path, step: int) -> None:
@@ -89,7 +90,7 @@ def point_latest(root: Path, step: int) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(step_folder(root, step).name)
     os.replace(link, root / LATEST)
-    flush_folder(root)
+    flush(root)
 
 
 def path_of_step(root: Path, step: int) -> Path:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 HF_CONFIG = "hf/config.json"
 MANY_FAULTS = 10  # more are counted only
 MODEL_PREFIX = "model."  # of the model's settings in the details
-PIECE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,15 +200,16 @@ def _describe_one(found: Inspection) -> Iterator[tuple[str, str]]:
 def _summarise(folder: StepFolder) -> Summary:
     try:
         manifest = read_manifest(folder.path)
+        faults = tuple(_faults(folder.path, manifest, checksums=False))
     except CheckpointBrokenError as error:
-        return Summary(folder=folder.path, step=folder.step, details={}, num_bytes=0, checksums=False, faults=(error,))
+        manifest, faults = Manifest(step=folder.step, files={}), (error,)
     return Summary(
         folder=folder.path,
         step=folder.step,
         details=manifest.details,
         num_bytes=sum(manifest.sizes_bytes.values()),
         checksums=False,
-        faults=tuple(_faults(folder.path, manifest, checksums=False)),
+        faults=faults,
     )
 
 
@@ -268,7 +268,7 @@ class Values:
             self.max = max(self.max, finite.max().item())
 
 
-def scan_values(state: "TrainingState", *, piece_bytes: int = PIECE_BYTES) -> dict[str, Values]:
+def scan_values(state: "TrainingState") -> dict[str, Values]:
     """Read every number of a state, a piece at a time; return the statistics by kind of tensor."""
     from recipe.checkpoint.training_state import entries_of, read_pieces
 
@@ -278,7 +278,7 @@ def scan_values(state: "TrainingState", *, piece_bytes: int = PIECE_BYTES) -> di
         for entry in entries:
             values = found.setdefault(entry.kind, Values())
             values.num_tensors += 1
-            for piece in read_pieces(state, entry, piece_bytes=piece_bytes):
+            for piece in read_pieces(state, entry):
                 values.add(piece)
                 bar.update(piece.nbytes)
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.shared.errors import CheckpointBrokenError
+from recipe.shared.json_files import flush
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -77,7 +78,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     for parent, _, _ in os.walk(folder):
-        flush_folder(Path(parent))
+        flush(Path(parent))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -118,15 +119,6 @@ def file_faults(
                 continue
             if has_changed:
                 yield CheckpointBrokenError(path, "its content has changed since it was written (SHA-256 differs)")
-
-
-def flush_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(file: BufferedReader) -> str:

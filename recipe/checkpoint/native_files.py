@@ -5,7 +5,7 @@ mapped into memory; other pages of them are not read.
 """
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modeling.layout import ParallelLayout
 from modeling.shard_table import Ranges, Shard, ShardTable
-from recipe.checkpoint.rank_files import Partition, Position, rank_path, read_rank_file
+from recipe.checkpoint.rank_files import Position, rank_path, read_rank_file
 from recipe.checkpoint.training_state import (
     KINDS,
     NATIVE_FOLDER,
@@ -58,9 +58,8 @@ class NativeFiles:
         self._prefix = "bf16_" if details["precision"] == "bf16" else ""
         self._table = ShardTable(self._layout, details["model.num_key_value_heads"], details["model.qk_norm"])
         self._contents: dict[str, Any] = {}
-        file = read_rank_file(folder, 0)
-        first, self._counters = file.partition, file.counters
-        self._partitions = {0: first}
+        self._rank_file = cache(partial(read_rank_file, folder))
+        first = self._rank_file(0).partition
         self._trained = first.positions.keys()
         self._shapes = {
             name: self._table.full_shape(name, tuple(shape), vocab_size=details["model.vocab_size"])
@@ -84,7 +83,8 @@ class NativeFiles:
         if len(steps) > 1:
             reason = f"its parameters took different numbers of steps: {sorted(steps)}"
             raise CheckpointBrokenError(self._path(file), reason)
-        taken = self._counters["global_steps"] - self._counters["skipped_steps"]
+        counters = self._rank_file(0).counters
+        taken = counters["global_steps"] - counters["skipped_steps"]
         if not steps and taken:
             raise CheckpointBrokenError(self._path(file), f"has no optimizer state, though the run took {taken} steps")
         return steps.pop() if steps else 0.0
@@ -136,7 +136,7 @@ class NativeFiles:
         """Return how the data-parallel ranks hold a tensor, and under which entry of their files its weight is."""
         if name in self._trained:
             where = "optimizer_state_dict" if self._stage else "module"
-            return self._partition(group_rank).positions[name], where
+            return self._rank_file(group_rank).partition.positions[name], where
         if self._stage == 3:
             file = self._model_file(dp_rank=0, group_rank=group_rank)
             if name not in self._entry(file, "buffer_names"):
@@ -196,8 +196,3 @@ class NativeFiles:
 
     def _path(self, file: str) -> Path:
         return self._folder / NATIVE_FOLDER / file
-
-    def _partition(self, rank: int) -> Partition:
-        if rank not in self._partitions:
-            self._partitions[rank] = read_rank_file(self._folder, rank).partition
-        return self._partitions[rank]

@@ -11,20 +11,10 @@ from pathlib import Path
 from recipe.checkpoint.find import Checkpoint, find_checkpoint
 from recipe.checkpoint.folders import check_free_space, step_in_name
 from recipe.checkpoint.inspect_checkpoint import sizes_in
-from recipe.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    file_sizes,
-    flush_folder,
-    read_manifest,
-    record_file,
-    write_manifest,
-)
+from recipe.checkpoint.manifest import MANIFEST_NAME, Manifest, file_sizes, read_manifest, record_file, write_manifest
 from recipe.checkpoint.native_files import open_training_state
-from recipe.checkpoint.tensor_file import MAX_FILE_BYTES
 from recipe.checkpoint.training_state import (
     NATIVE_FOLDER,
-    PIECE_BYTES,
     WHOLE_FOLDER,
     TrainingState,
     WholeTensors,
@@ -34,6 +24,7 @@ from recipe.checkpoint.training_state import (
 )
 from recipe.shared.errors import CheckpointBrokenError, CheckpointWriteError
 from recipe.shared.flops import count_parameters
+from recipe.shared.json_files import flush
 from recipe.shared.ranks import OneRank
 from recipe.shared.units import byte_bar
 
@@ -44,19 +35,12 @@ FORMAT = "whole"  # under "format" in the details
 BUFFER = "e_score_correction_bias"  # the stored tensors that are not parameters
 
 
-def reshard(
-    given: Path,
-    *,
-    out: Path,
-    say: Callable[[str], None],
-    piece_bytes: int = PIECE_BYTES,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> tuple[int, int]:
+def reshard(given: Path, *, out: Path, say: Callable[[str], None]) -> tuple[int, int]:
     """Write the checkpoint that `given` names to `out`, for any layout to resume from; `out` appears when complete.
 
     Returns how many tensors were read, and how many were read back. `given` is a checkpoint, or a run folder or folder
     of checkpoints, of which the newest complete one is taken. It is compared with its manifest before anything is read
-    from it. At most `piece_bytes` of a tensor are in memory at a time.
+    from it. At most PIECE_BYTES of a tensor are in memory at a time.
 
     Raises ValueError where `out` cannot be written to, NotEnoughSpaceError, the errors of find_checkpoint, and
     CheckpointWriteError where a file could not be written or a tensor is read back with other bytes than were read.
@@ -81,13 +65,13 @@ def reshard(
             shutil.copyfile(checkpoint.folder / name, staging / name)
         whole = staging / WHOLE_FOLDER
         with byte_bar("writing", num_bytes=state_bytes) as bar:
-            read = write_whole(whole, state, piece_bytes=piece_bytes, max_file_bytes=max_file_bytes, advance=bar.update)
+            read = write_whole(whole, state, advance=bar.update)
         with byte_bar("comparing", num_bytes=state_bytes) as bar:
-            read_back = digests_of(WholeTensors(whole), piece_bytes=piece_bytes, advance=bar.update)
+            read_back = digests_of(WholeTensors(whole), advance=bar.update)
         _check_same(read, read_back)
         _seal(staging, source=manifest, carried=carried)
         staging.rename(out)
-        flush_folder(out.parent)
+        flush(out.parent)
     except OSError as error:
         raise CheckpointWriteError(f"{out} could not be written: {error}; what was written is removed") from error
     finally:

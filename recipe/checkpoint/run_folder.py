@@ -77,14 +77,9 @@ def claim_run_folder(path: Path, *, ranks: Ranks, resume: str | None, overwrite:
     A folder that holds a run is accepted when `resume` continues it ("auto", or a path inside it), or when `overwrite`
     is set; `discard_old_run` then deletes that run. What a dead run left half written is removed.
 
-    Raises FolderInUseError on every rank when another live run holds the folder or it would be overwritten unasked,
-    ValueError when `resume` and `overwrite` contradict each other.
+    Raises FolderInUseError on every rank when another live run holds the folder or it would be overwritten unasked.
     """
     continues = resume is not None and (resume == AUTO or Path(resume).resolve().is_relative_to(path.resolve()))
-    if continues and overwrite:
-        raise ValueError(
-            f"overwriting {path} would delete what resume_from_checkpoint={resume} continues; give only one of them"
-        )
     folder = RunFolder(path)
 
     def take() -> None:

@@ -6,10 +6,10 @@ A file is eight bytes with the length of its header, the header, JSON with each 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,56 +17,31 @@ from torch import Tensor
 
 MAX_FILE_BYTES = 2 * 2**30
 INDEX_SUFFIX = ".safetensors.index.json"
-# Names as the format has them.
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+ELEMENT_BYTES = 4  # of a float32
 ALIGNMENT_BYTES = 8
 
 
-class TensorSpec(NamedTuple):
-    """A tensor to be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
 def write_tensors(
-    folder: Path,
-    specs: Sequence[TensorSpec],
-    *,
-    stem: str,
-    pieces: Callable[[TensorSpec], Iterable[Tensor]],
-    max_file_bytes: int = MAX_FILE_BYTES,
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], *, stem: str, pieces: Callable[[str], Iterable[Tensor]]
 ) -> int:
-    """Write `stem`.safetensors, or several such files and an index, into `folder`; returns the number of files.
+    """Write float32 tensors of these shapes, by name, into `folder`; returns the number of files.
 
-    `pieces` gives a tensor's elements on the CPU, in row-major order and in any number of parts, of which one is in
-    memory at a time. A file holds at most `max_file_bytes` of numbers, but for a tensor that is larger by itself.
-    Raises ValueError where a dtype has no name in the format, or where the pieces are not what the spec says.
+    That is `stem`.safetensors, or several such files and an index. `pieces` gives the elements of the tensor of a name
+    on the CPU, in row-major order and in any number of parts, of which one is in memory at a time. A file holds at most
+    MAX_FILE_BYTES of numbers, but for a tensor that is larger by itself. Raises ValueError where the pieces are not
+    what was announced.
     """
-    files = _share_out(specs, max_file_bytes=max_file_bytes)
-    names = file_names(len(files), stem=stem)
-    for name, held in zip(names, files, strict=True):
-        with (folder / name).open("wb") as file:
-            file.write(_header(held))
-            for spec in held:
-                _write_pieces(file, spec, pieces(spec))
+    sizes_bytes = {name: prod(shape) * ELEMENT_BYTES for name, shape in shapes.items()}
+    files = _share_out(sizes_bytes)
+    file_of: dict[str, str] = {}
+    for file_name, held in zip(file_names(len(files), stem=stem), files, strict=True):
+        with (folder / file_name).open("wb") as file:
+            file.write(_header({name: shapes[name] for name in held}))
+            for name in held:
+                _write_pieces(file, pieces(name), name=name, shape=shapes[name])
+        file_of |= dict.fromkeys(held, file_name)
     if len(files) > 1:
-        file_of = {spec.name: name for name, held in zip(names, files, strict=True) for spec in held}
-        write_index(folder, stem=stem, file_of=file_of, total_bytes=sum(spec.num_bytes for spec in specs))
+        write_index(folder, stem=stem, file_of=file_of, total_bytes=sum(sizes_bytes.values()))
     return len(files)
 
 
@@ -102,43 +77,36 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _share_out(specs: Sequence[TensorSpec], *, max_file_bytes: int) -> list[list[TensorSpec]]:
-    """Return the tensors of each file, wide types first: each tensor must start at a multiple of its element's size."""
-    files: list[list[TensorSpec]] = []
+def _share_out(sizes_bytes: Mapping[str, int]) -> list[list[str]]:
+    """Return the names of the tensors of each file."""
+    files: list[list[str]] = []
     room_bytes = 0
-    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
-        if spec.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{spec.name} is of {spec.dtype}, which the format has no name for")
-        if not files or spec.num_bytes > room_bytes:
+    for name, num_bytes in sizes_bytes.items():
+        if not files or num_bytes > room_bytes:
             files.append([])
-            room_bytes = max_file_bytes
-        files[-1].append(spec)
-        room_bytes -= spec.num_bytes
+            room_bytes = MAX_FILE_BYTES
+        files[-1].append(name)
+        room_bytes -= num_bytes
     return files
 
 
-def _header(held: Sequence[TensorSpec]) -> bytes:
+def _header(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for spec in held:
-        end = offset + spec.num_bytes
-        entries[spec.name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, end],
-        }
+    for name, shape in shapes.items():
+        end = offset + prod(shape) * ELEMENT_BYTES
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_pieces(file: BinaryIO, spec: TensorSpec, pieces: Iterable[Tensor]) -> None:
-    num_bytes = 0
+def _write_pieces(file: BinaryIO, pieces: Iterable[Tensor], *, name: str, shape: tuple[int, ...]) -> None:
+    num_bytes, num_written = prod(shape) * ELEMENT_BYTES, 0
     for piece in pieces:
-        if piece.dtype != spec.dtype:
-            raise ValueError(f"{spec.name} was to be {spec.dtype}, but a piece of it is {piece.dtype}")
-        num_bytes += piece.numel() * piece.element_size()
-        file.write(bytes_of(piece))
-    if num_bytes != spec.num_bytes:
-        raise ValueError(f"{spec.name} of shape {spec.shape} has {spec.num_bytes} bytes, but its pieces {num_bytes}")
+        if piece.dtype != torch.float32:
+            raise ValueError(f"{name} was to be torch.float32, but a piece of it is {piece.dtype}")
+        num_written += file.write(bytes_of(piece))
+    if num_written != num_bytes:
+        raise ValueError(f"{name} of shape {shape} has {num_bytes} bytes, but its pieces {num_written}")

@@ -19,15 +19,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from modeling.shard_table import Ranges
-from recipe.checkpoint.tensor_file import MAX_FILE_BYTES, TensorSpec, bytes_of, find_tensors, write_tensors
+from recipe.checkpoint.tensor_file import ELEMENT_BYTES, bytes_of, find_tensors, write_tensors
 from recipe.shared.errors import CheckpointBrokenError
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (WEIGHT, *MOMENTS)
 NATIVE_FOLDER, WHOLE_FOLDER = "deepspeed", "whole"
-ELEMENT_BYTES = 4  # of what a TrainingState gives, which is float32
-PIECE_BYTES = 32 * 2**20
+PIECE_BYTES = 32 * 2**20  # of a tensor that are in memory at a time
 TRAINING_NAME, STEM, FORMAT_VERSION = "training.json", "state", 1  # of the form without a layout
 
 
@@ -73,9 +72,9 @@ def entries_of(state: TrainingState) -> list[Entry]:
     return [Entry(name, kind, shape) for name, shape in state.shapes().items() for kind in state.kinds(name)]
 
 
-def read_pieces(state: TrainingState, entry: Entry, *, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor]:
-    """Read a tensor of a state in row-major order, in pieces of at most `piece_bytes`."""
-    numel, most = prod(entry.shape), max(1, piece_bytes // ELEMENT_BYTES)
+def read_pieces(state: TrainingState, entry: Entry) -> Iterator[Tensor]:
+    """Read a tensor of a state in row-major order, in pieces of at most PIECE_BYTES."""
+    numel, most = prod(entry.shape), max(1, PIECE_BYTES // ELEMENT_BYTES)
     # Whole rows, of the outermost dimension whose rows fit: each piece is then few boxes.
     row = next(size for size in (prod(entry.shape[dim:]) for dim in range(len(entry.shape) + 1)) if size <= most)
     step = most - most % max(1, row)
@@ -168,14 +167,7 @@ def copy_overlap(target: Tensor, source: Tensor, by_dim: tuple[list[Overlap], ..
     return num_copied
 
 
-def write_whole(
-    folder: Path,
-    state: TrainingState,
-    *,
-    advance: Callable[[int], Any],
-    piece_bytes: int = PIECE_BYTES,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> dict[str, str]:
+def write_whole(folder: Path, state: TrainingState, *, advance: Callable[[int], Any]) -> dict[str, str]:
     """Write a state into the new `folder`; return a checksum of what was read, by the keys in the files.
 
     One piece is in memory at a time. `advance` is called with the bytes of each piece written.
@@ -183,35 +175,33 @@ def write_whole(
     entries = {entry.key: entry for entry in entries_of(state)}
     digests: dict[str, str] = {}
 
-    def pieces(spec: TensorSpec) -> Iterator[Tensor]:
-        return _digested(state, entries[spec.name], digests=digests, piece_bytes=piece_bytes, advance=advance)
+    def pieces(key: str) -> Iterator[Tensor]:
+        return _digested(state, entries[key], digests=digests, advance=advance)
 
     folder.mkdir()
-    specs = [TensorSpec(key, entry.shape, torch.float32) for key, entry in entries.items()]
-    write_tensors(folder, specs, stem=STEM, pieces=pieces, max_file_bytes=max_file_bytes)
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    write_tensors(folder, shapes, stem=STEM, pieces=pieces)
     tensors = {name: {"shape": list(shape), "kinds": list(state.kinds(name))} for name, shape in state.shapes().items()}
     content = {"format_version": FORMAT_VERSION, "step": state.step, "tensors": tensors}
     (folder / TRAINING_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return digests
 
 
-def digests_of(
-    state: TrainingState, *, piece_bytes: int = PIECE_BYTES, advance: Callable[[int], Any]
-) -> dict[str, str]:
+def digests_of(state: TrainingState, *, advance: Callable[[int], Any]) -> dict[str, str]:
     """Return a checksum of each tensor's bytes by its key; `advance` is called with the bytes of each piece read."""
     digests: dict[str, str] = {}
     for entry in entries_of(state):
-        for _ in _digested(state, entry, digests=digests, piece_bytes=piece_bytes, advance=advance):
+        for _ in _digested(state, entry, digests=digests, advance=advance):
             pass
     return digests
 
 
 def _digested(
-    state: TrainingState, entry: Entry, *, digests: dict[str, str], piece_bytes: int, advance: Callable[[int], Any]
+    state: TrainingState, entry: Entry, *, digests: dict[str, str], advance: Callable[[int], Any]
 ) -> Iterator[Tensor]:
     """Yield the pieces of a tensor; after the last one add its checksum to `digests`."""
     digest = hashlib.blake2b(digest_size=16)
-    for piece in read_pieces(state, entry, piece_bytes=piece_bytes):
+    for piece in read_pieces(state, entry):
         digest.update(bytes_of(piece))
         yield piece
         advance(piece.nbytes)

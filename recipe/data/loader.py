@@ -53,22 +53,14 @@ class StepLoader:
     def __init__(
         self, blocks: PackedBlocks, *, options: LoaderOptions, say: Callable[[str], None] = lambda text: None
     ) -> None:
-        faults = _faults(options)
-        if faults:
-            raise ValueError("the loader options do not hold:\n" + "\n".join(f"  - {fault}" for fault in faults))
-        if not len(blocks):
-            raise ValueError(
-                f"{blocks.num_tokens} tokens do not fill one block of block_size={blocks.block_size}; "
-                "give more text or choose a smaller block_size"
-            )
+        assert len(blocks) > 0, "prepare_data refuses a text that fills no block"
+        assert 0 <= options.dp_rank < options.dp, f"dp_rank={options.dp_rank} of dp={options.dp}"
         self._blocks = blocks
         self._options = options
         self._say = say
 
     def steps(self, position: int) -> Iterator[Step]:
         """Yield the steps from `position` on, without end. Close the iterator to end its threads early."""
-        if position < 0:
-            raise ValueError(f"position={position} must be a number of sequences, at least 0")
         accumulation, per_step = self._options.accumulation, self._options.sequences_per_step
         batches = self._batches(position)
         try:
@@ -109,17 +101,6 @@ class StepLoader:
                 index = shuffled_item(index, num_items=num_blocks, seed=options.seed, epoch=epoch)
             chosen.append(self._blocks[index])
         return stack_blocks(chosen, positions=positions, num_sequences=len(chosen), block_size=self._blocks.block_size)
-
-
-def _faults(options: LoaderOptions) -> list[str]:
-    faults = [
-        f"{name}={getattr(options, name)} must be at least {least}"
-        for name, least in (("num_sequences", 1), ("dp", 1), ("accumulation", 1), ("num_workers", 0))
-        if getattr(options, name) < least
-    ]
-    if not 0 <= options.dp_rank < options.dp:
-        faults.append(f"dp_rank={options.dp_rank} must lie between 0 and dp - 1 = {options.dp - 1}")
-    return faults
 
 
 def shuffled_item(position: int, *, num_items: int, seed: int, epoch: int) -> int:

@@ -30,13 +30,6 @@ def option_faults(options: Arguments) -> Iterator[str]:
         yield from format_faults(options, data_format=options.data_format)
 
 
-def check_options(options: Arguments) -> None:
-    """Raise one ValueError that lists every choice that cannot hold."""
-    faults = list(option_faults(options))
-    if faults:
-        raise ValueError("the data options do not hold:\n" + "\n".join(f"  - {fault}" for fault in faults))
-
-
 def format_faults(options: Arguments, *, data_format: str) -> Iterator[str]:
     """Yield what cannot hold where the rows are "text", "chat" or "prompt_completion"."""
     if data_format == "text":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from recipe.data.conversations import RowEncoder
 from recipe.data.corpora import open_corpora
 from recipe.data.documents import Corpus, CorpusFacts, digest_of
-from recipe.data.options import DataFormat, check_options, choose_format, format_faults
+from recipe.data.options import DataFormat, choose_format, format_faults
 from recipe.data.packing import Holdout, PackedBlocks, Stretches, all_documents, hold_out
 from recipe.data.token_store import FORMAT, TokenStore, entropy_nats
 from recipe.data.tokenise import tokenise
@@ -46,23 +46,14 @@ class PreparedData(NamedTuple):
     report: dict[str, Any]
 
 
-class _Counts(NamedTuple):
-    """Tokens trained on in each part, and the entropy of those in the training part."""
-
-    train: int
-    validation: int
-    entropy_nats: float
-
-
 def prepare_data(options: Arguments, *, ranks: Ranks, say: Callable[[str], None]) -> PreparedData:
     """Find, tokenise (once) and pack the corpus. Collective: an error on one rank is raised on all.
 
-    Without `dataset_name` and `train_file` the corpus is the running Python's own standard library; without
-    `tokenizer_name` a byte-level BPE of `train_vocab_size` entries is trained on the training corpus. One rank of each
-    file system reads the sources; all ranks read its cache. `say` is called on every rank with the same lines. A user's
-    mistake is a ValueError, anything else a RanksFailedError.
+    `options` have none of the faults that `option_faults` finds. Without `dataset_name` and `train_file` the corpus is
+    the running Python's own standard library; without `tokenizer_name` a byte-level BPE of `train_vocab_size` entries
+    is trained on the training corpus. One rank of each file system reads the sources; all ranks read its cache. `say`
+    is called on every rank with the same lines. A user's mistake is a ValueError, anything else a RanksFailedError.
     """
-    check_options(options)
     corpora = functools.cache(partial(open_corpora, options))  # opened on the ranks that read, and once
     facts = on_first(lambda: {part: corpus.facts for part, corpus in corpora().items()}, ranks=ranks)
     data_format = on_first(lambda: choose_format(corpora()["train"], options=options), ranks=ranks)
@@ -103,14 +94,15 @@ def prepare_data(options: Arguments, *, ranks: Ranks, say: Callable[[str], None]
             f"block_size={options.block_size}; name a --validation_file, choose a larger "
             "--validation_split_percentage, or 0 to train without validation"
         )
-    counts = on_first(partial(_count_trained, stores, holdout=holdout), ranks=ranks)
+    count = partial(_count_trained, stores, holdout=holdout)
+    num_train, num_validation, unigram_entropy_nats = on_first(count, ranks=ranks)
     report = {
         "vocab_size": encoder.vocab_size,
-        "unigram_entropy_nats": counts.entropy_nats,
+        "unigram_entropy_nats": unigram_entropy_nats,
         "format": data_format._asdict(),
         "holdout": holdout.rule,
-        "train": _part_report(train, num_trained=counts.train),
-        "validation": _part_report(validation, num_trained=counts.validation),
+        "train": _part_report(train, num_trained=num_train),
+        "validation": _part_report(validation, num_trained=num_validation),
         "corpora": [_corpus_report(facts[part], store=store) for part, store in stores.items()],
     }
     for line in _result_lines(report):
@@ -136,8 +128,8 @@ def _pack(store: TokenStore, stretches: Stretches, *, options: Arguments, whole:
     )
 
 
-def _count_trained(stores: Mapping[str, TokenStore], *, holdout: Holdout) -> _Counts:
-    """Count the tokens trained on in each part; ValueError if a part has none."""
+def _count_trained(stores: Mapping[str, TokenStore], *, holdout: Holdout) -> tuple[int, int, float]:
+    """Count the tokens trained on in each part, and find the entropy of the first; ValueError if a part has none."""
     counts = stores["train"].token_counts()
     if "validation" in stores:
         num_validation = stores["validation"].facts.num_trained_tokens
@@ -154,7 +146,7 @@ def _count_trained(stores: Mapping[str, TokenStore], *, holdout: Holdout) -> _Co
                 f"no token of the {part} part belongs to a response ({holdout.rule}); give more rows, a "
                 "--validation_file, or --validation_split_percentage 0"
             )
-    return _Counts(num_train, num_validation, entropy_nats(counts))
+    return num_train, num_validation, entropy_nats(counts)
 
 
 def _part_report(blocks: PackedBlocks, *, num_trained: int) -> dict[str, int]:

@@ -12,18 +12,19 @@ def _add_hosts_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_hosts(arguments: argparse.Namespace) -> int:
-    """Print where every rank would run; nothing is started and no host is contacted."""
-    from recipe.launch.hosts import rank_table, read_hostfile
+    """Print where every rank would run, as DeepSpeed's launcher numbers them; nothing is started, no host contacted."""
+    from recipe.launch.hosts import read_hostfile
 
     hostfile = read_hostfile(arguments.file)
-    table = rank_table(hostfile.hosts)
     for note in hostfile.notes:
         print(f"note: {note}", file=sys.stderr)
     width = max(len("host"), *(len(host.name) for host in hostfile.hosts))
     print(f"{'rank':>6}  {'host':<{width}}  {'node':>4}  {'local rank':>10}")
-    for place in table:
-        print(f"{place.rank:>6}  {place.host:<{width}}  {place.node_rank:>4}  {place.local_rank:>10}")
-    print(f"{len(table)} ranks on {len(hostfile.hosts)} hosts; have the run check it: --expect_world_size {len(table)}")
+    places = [(host.name, node, slot) for node, host in enumerate(hostfile.hosts) for slot in range(host.slots)]
+    for rank, (name, node_rank, local_rank) in enumerate(places):
+        print(f"{rank:>6}  {name:<{width}}  {node_rank:>4}  {local_rank:>10}")
+    total = len(places)
+    print(f"{total} ranks on {len(hostfile.hosts)} hosts; have the run check it: --expect_world_size {total}")
     return 0
 
 

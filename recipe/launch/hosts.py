@@ -24,15 +24,6 @@ class Hostfile(NamedTuple):
     notes: tuple[str, ...]
 
 
-class RankPlace(NamedTuple):
-    """The host, the number of its node and the local rank that a rank has."""
-
-    rank: int
-    host: str
-    node_rank: int
-    local_rank: int
-
-
 def read_hostfile(path: Path) -> Hostfile:
     """Read lines of the form `NAME slots=N`; blank lines, comments, CRLF and a byte-order mark are fine.
 
@@ -64,15 +55,6 @@ def read_hostfile(path: Path) -> Hostfile:
     if faults:
         raise ValueError("\n".join([f"hostfile {path} cannot be used:", *(f"  {fault}" for fault in faults)]))
     return Hostfile(tuple(hosts), tuple(_notes(text, hosts)))
-
-
-def rank_table(hosts: Sequence[Host]) -> list[RankPlace]:
-    """Number the ranks through the hosts in the order of the file, as DeepSpeed's launcher does."""
-    table: list[RankPlace] = []
-    for node_rank, host in enumerate(hosts):
-        first = len(table)
-        table += [RankPlace(first + i, host.name, node_rank, i) for i in range(host.slots)]
-    return table
 
 
 def _machine(name: str) -> str:

@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from recipe.launch.processes import PROC, identify
 from recipe.shared.errors import RunError
 from recipe.shared.units import MIB
@@ -332,24 +334,10 @@ def _files_in_use(folder: Path) -> Iterator[str]:
     A buffer is open before it is mapped, and mapped for as long as it is used: looking at both, in this order, leaves
     no moment in which a starting run goes unseen.
     """
-    for process in PROC.iterdir():
-        if not process.name.isdecimal():
-            continue
-        try:
-            paths = [*_open_files(process), *_mapped_files(process)]
-        except (PermissionError, FileNotFoundError, ProcessLookupError):
-            continue  # another user's process, which cannot open our buffers, or one that has just ended
-        yield from (path.removesuffix(" (deleted)") for path in paths if path.startswith(f"{folder}/"))
-
-
-def _open_files(process: Path) -> Iterator[str]:
-    for descriptor in os.listdir(process / "fd"):
-        # A descriptor may close while the others are read; the one os.listdir used, if the process is this one, has.
-        with suppress(FileNotFoundError):
-            yield os.readlink(process / "fd" / descriptor)
-
-
-def _mapped_files(process: Path) -> Iterator[str]:
-    for line in (process / "maps").read_text().splitlines():
-        _, slash, path = line.partition("/")
-        yield slash + path
+    for process in psutil.process_iter():
+        # Another user's process cannot open our buffers, and one may just have ended.
+        with suppress(psutil.Error, PermissionError, FileNotFoundError, ProcessLookupError):
+            opened = [file.path for file in process.open_files()]
+            # psutil's own list of mappings has their sizes, too, for which the kernel counts every page.
+            mapped = ["/" + line.partition("/")[2] for line in (PROC / f"{process.pid}/maps").read_text().splitlines()]
+            yield from (p.removesuffix(" (deleted)") for p in (*opened, *mapped) if p.startswith(f"{folder}/"))

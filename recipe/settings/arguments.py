@@ -9,7 +9,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from recipe.settings.flags import Arguments, FlagSpec, flag_specs
 from recipe.settings.model_source import is_on_hub
@@ -91,13 +91,6 @@ class _Collected:
         return f"--{name} {place} is unknown; " + (f"did you mean --{near[0]}?" if near else "--help lists all flags")
 
 
-class _Words(NamedTuple):
-    """The words that follow each flag, and argument files, which belong to no flag."""
-
-    flags: dict[str, list[str]]
-    files: list[str]
-
-
 def parse_arguments(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None) -> Arguments:
     """Read typed flags from `argv` (default: the process's own); `defaults` are the caller's, for what is not set.
 
@@ -108,12 +101,12 @@ def parse_arguments(argv: Sequence[str] | None = None, *, defaults: Mapping[str,
     if "--help" in argv or "-h" in argv:
         _help_parser(collected.specs).print_help()
         raise SystemExit(0)
-    words = _scan(argv, faults=collected.faults)
-    collected.lay_under(_values(words.flags, collected=collected), place=COMMAND_LINE)
-    for path in words.files:
+    flags, files = _scan(argv, faults=collected.faults)
+    collected.lay_under(_values(flags, collected=collected), place=COMMAND_LINE)
+    for path in files:
         collected.lay_under(collected.read(path, _read_argument_file), place=f"in {path}")
-    if len(words.files) > 1:
-        collected.faults.append(f"only one argument file can be read, got {', '.join(words.files)}")
+    if len(files) > 1:
+        collected.faults.append(f"only one argument file can be read, got {', '.join(files)}")
     _lay_block_under(collected)
     collected.lay_under(defaults or {}, place=CALLER)
     arguments = _typed(collected)
@@ -124,28 +117,29 @@ def parse_arguments(argv: Sequence[str] | None = None, *, defaults: Mapping[str,
     return arguments
 
 
-def _scan(argv: list[str], *, faults: list[str]) -> _Words:
-    """Cut `--name value ...`, `--name=value` and a bare `--name` apart from the argument files.
+def _scan(argv: list[str], *, faults: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the words that follow each flag, `--name value ...`, `--name=value` or a bare `--name`, and the files.
 
     Launchers put `--local_rank=0` first, so an argument file may stand anywhere outside a flag's values.
     """
-    words = _Words({}, [])
+    flags: dict[str, list[str]] = {}
+    files: list[str] = []
     open_flag: str | None = None  # the flag that the next plain word belongs to
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            if name in words.flags:
+            if name in flags:
                 faults.append(f"--{name} is given twice on the command line")
-            words.flags[name] = [value] if equals else []
+            flags[name] = [value] if equals else []
             open_flag = None if equals else name
         elif open_flag is not None:
-            words.flags[open_flag].append(word)
+            flags[open_flag].append(word)
         elif word.endswith(ARGUMENT_FILE_SUFFIXES):
-            words.files.append(word)
+            files.append(word)
         else:
             faults.append(f"{word!r} belongs to no flag; an argument file must end in .json or .yaml")
-    return words
+    return flags, files
 
 
 def _values(flags: Mapping[str, list[str]], *, collected: _Collected) -> dict[str, Any]:

@@ -110,16 +110,10 @@ class _Search:
         return None
 
 
-class Settled(NamedTuple):
-    """The "parallel" block and the batch sizes with nothing left open but `execution.cuda_graph`."""
-
-    layout: ParallelLayout
-    batch: Batch
-    execution: Execution
-
-
-def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, precision: str) -> Settled:
-    """Settle layout, batch and execution; what does not fit is added to the faults of `sources`."""
+def settle_layout(
+    sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, precision: str
+) -> tuple[ParallelLayout, Batch, Execution]:
+    """Settle layout, batch and execution, but for its `cuda_graph`; what does not fit is a fault of `sources`."""
     backend = settle_choice(sources, key="experts_backend")
     if backend == "auto":
         backend = default_experts_backend(ranks, precision=precision)
@@ -146,7 +140,7 @@ def settle_layout(sources: Sources, *, ranks: WorldInfo, sizes: ModelSizes, prec
     execution = settle_execution(sources, sizes=sizes, layout=layout, strategy=search.strategy, experts_backend=backend)
     if search.strategy == "auto" and layout.tp > 1:
         sources.notes += _strategy_notes(search, layout, regather=execution.regather)
-    return Settled(layout, batch, execution)
+    return layout, batch, execution
 
 
 def solve_batch(wish: BatchWish, *, dp: int) -> Batch:

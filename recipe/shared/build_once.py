@@ -1,7 +1,6 @@
 """A folder that all ranks read, built once per file system, out of sight, and visible when it is whole."""
 
 import fcntl
-import os
 import shutil
 import socket
 import time
@@ -11,6 +10,7 @@ from typing import IO
 from uuid import uuid4
 
 from recipe.shared.errors import RanksFailedError
+from recipe.shared.json_files import flush
 from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_every, run_in_steps
 
@@ -80,7 +80,9 @@ def _build(folder: Path, build: Callable[[Path], Iterator[None]]) -> Generator[N
         unfinished.mkdir()
         try:
             yield from build(unfinished)
-            _flush_to_disk(unfinished)
+            # Or a rename might reach the disk before the bytes it names.
+            for path in (*unfinished.iterdir(), unfinished):
+                flush(path)
             unfinished.rename(folder)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -93,16 +95,6 @@ def _locked(lock: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _flush_to_disk(folder: Path) -> None:
-    """Send the files to the disk, or a rename might reach it before the bytes it names."""
-    for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _remove(folder: Path) -> None:

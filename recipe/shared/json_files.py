@@ -1,4 +1,4 @@
-"""JSON files, read strictly and written whole: a key given twice is an error, and a reader never sees half a file."""
+"""Files read strictly and written whole: a key given twice is an error, and a reader never sees half a file."""
 
 import json
 import math
@@ -52,6 +52,15 @@ def replace_text(path: Path, text: str) -> None:
         staging.replace(path)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -264,7 +264,7 @@ class TrainingLoop:
         def write() -> None:
             save_native(self._engine, folder, rank_state=state, files=files)
             if counts is not None and run.ranks.rank == 0:
-                write_expert_counts(folder, counts.counts, first_step=counts.first_step, last_step=counts.last_step)
+                write_expert_counts(folder, counts)
 
         # Whoever fails here must not leave the others in the export's collectives.
         on_every(write, ranks=run.ranks)

@@ -14,7 +14,7 @@ import torch
 from recipe.checkpoint.inspect_checkpoint import Values, scan_values
 from recipe.cli import main
 from tests.referee import tiny_config
-from tests.states import MemoryState, details_of, save_whole, seal, state_of
+from tests.states import MemoryState, details_of, pieces_of, save_whole, seal, state_of
 
 CHANGED = "its content has changed since it was written (SHA-256 differs)"
 Capture = pytest.CaptureFixture[str]
@@ -116,7 +116,8 @@ def test_values_are_looked_at_where_that_is_asked(saved: Path, capsys: Capture) 
 def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
     nan, inf = float("nan"), float("inf")
     state = MemoryState({"weight/a": torch.tensor([[3.0, nan], [inf, -4.0]]), "weight/b": torch.tensor([nan, nan])})
-    assert scan_values(state, piece_bytes=8)["weight"] == Values(2, 6, 3 + 1, 5.0, -4.0, 3.0)
+    with pieces_of(8):
+        assert scan_values(state)["weight"] == Values(2, 6, 3 + 1, 5.0, -4.0, 3.0)
 
 
 def test_many_faults_are_counted(run: Path, capsys: Capture) -> None:

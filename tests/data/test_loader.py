@@ -126,19 +126,6 @@ def test_an_error_in_a_worker_reaches_the_loop() -> None:
         take_rows(blocks, position=0, num_steps=1, num_workers=2)
 
 
-def test_options_positions_and_texts_that_cannot_be_are_errors() -> None:
-    options = LoaderOptions(num_sequences=0, seed=0, dp=2, dp_rank=2, accumulation=0, num_workers=-1)
-    with pytest.raises(ValueError, match="loader options do not hold") as error:
-        StepLoader(numbered_blocks(4), options=options)
-    for fault in ("num_sequences=0 must", "accumulation=0 must", "num_workers=-1 must be at least 0", "dp_rank=2 must"):
-        assert fault in str(error.value)
-    options = LoaderOptions(num_sequences=1, seed=0)
-    with pytest.raises(ValueError, match="0 tokens do not fill one block of block_size=4; give more text"):
-        StepLoader(numbered_blocks(0), options=options)
-    with pytest.raises(ValueError, match="position=-1 must be a number of sequences"):
-        next(StepLoader(numbered_blocks(4), options=options).steps(-1))
-
-
 def _check_batches_of(rank: int, world_size: int, *cases: tuple[list[int], list[int]]) -> list[str]:
     """Two groups of two ranks, for each case with these dp ranks and seeds: the fault, or a digest of the batches."""
     said = []

@@ -21,20 +21,13 @@ from tests.engine_runs import Case, join_shards, slow, start_engine, train_steps
 from tests.ranks import run_ranks
 from tests.referee import FP32_ATOL, Tensors, full_state, mixed_config
 from tests.resuming import held_by
-from tests.training import check_resume, read_metrics, train_on_ranks, write_ds_config, write_inputs
-
-WITH_COPIES = {"parallel": {"tp": 2, "ep": 2, "resident_experts": 1}}
-
-
-@pytest.mark.slow
-def test_a_run_with_copies_resumes_bitwise(tmp_path: Path) -> None:
-    check_resume(tmp_path, world_size=2, ds_config=WITH_COPIES, logging_steps=2, router_aux_loss_coef=0.0)
+from tests.training import read_metrics, train_on_ranks, write_ds_config, write_inputs
 
 
 @pytest.mark.slow
 def test_place_reads_what_a_run_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Six steps with a checkpoint after each second one; routers that start far from even."""
-    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, **WITH_COPIES)
+    flags = write_inputs(tmp_path) | write_ds_config(tmp_path, parallel={"tp": 2, "ep": 2, "resident_experts": 1})
     run_ranks(train_on_ranks, 4, flags | {"save_steps": 2, "hf_save": "last", "router_aux_loss_coef": 0.0})
     run = tmp_path / "run"
     lines = read_metrics(run)

@@ -328,17 +328,22 @@ def test_an_empty_step_is_counted_as_one_and_changes_nothing_but_weight_decay(tm
     ]
 
 
-@pytest.mark.parametrize(("step", "said"), [(7, "final eval loss 2.5000"), (5, "at step 5 eval loss 2.5000")])
-def test_only_an_evaluation_of_the_last_step_is_called_final(
-    step: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("step", "said"), [(7, "final eval loss 2.5000"), (5, "at step 5 eval loss 2.5000"), (None, "nothing was saved")]
+)
+def test_the_last_lines_say_whether_the_evaluation_is_final_and_that_nothing_was_saved(
+    step: int | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipe.train.loop import TrainResults
     from run_pretrain import report
 
-    evaluation = EvalRecord(step=step, eval_loss=2.5, perplexity=12.2)
+    evaluation = None if step is None else EvalRecord(step=step, eval_loss=2.5, perplexity=12.2)
     results = TrainResults(7, 700, None, evaluation, checkpoint=None, hf_folder=None, stopped=True)
     run: Any = SimpleNamespace(
         folder=SimpleNamespace(path=tmp_path), data=SimpleNamespace(report={"unigram_entropy_nats": 3.0})
     )
     report(results, SimpleNamespace(run=run))  # type: ignore[arg-type]
-    assert capsys.readouterr().out.startswith(said)
+    shown = capsys.readouterr().out
+    assert shown.startswith(said)
+    assert shown.endswith("nothing was saved, as --save_strategy no asks\n")
+    assert json.loads((tmp_path / "train_results.json").read_text())["checkpoint"] is None

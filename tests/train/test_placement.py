@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from recipe.checkpoint.expert_counts import NAME as COUNTS_NAME
-from recipe.checkpoint.expert_counts import read_expert_counts, write_expert_counts
+from recipe.checkpoint.expert_counts import ExpertCounts, read_expert_counts, write_expert_counts
 from recipe.cli import main
 from recipe.hf.export import FOLDER
 from recipe.shared.errors import CheckpointBrokenError
@@ -103,10 +103,14 @@ def test_loads_that_make_no_sense_are_refused(loads: list[float], num_ranks: int
         place_experts(loads, num_ranks=num_ranks)
 
 
-def counts_for(config: Any) -> list[list[float]]:
+def counts_for(config: Any) -> ExpertCounts:
     """The hottest experts together on the first rank, in the next layer on the last one."""
     falling = sorted(zipf(config.num_experts, seed=0), reverse=True)
-    return [falling[:: (-1) ** layer] for layer in range(config.sizes.num_moe_layers)]
+    return counts_of(*(falling[:: (-1) ** layer] for layer in range(config.sizes.num_moe_layers)))
+
+
+def counts_of(*layers: list[float]) -> ExpertCounts:
+    return ExpertCounts(first_step=11, last_step=20, counts=tuple(map(tuple, layers)))
 
 
 def saved_model(folder: Path, kind: str) -> Any:
@@ -116,10 +120,10 @@ def saved_model(folder: Path, kind: str) -> Any:
     return model
 
 
-def counted_model(folder: Path, kind: str = "mixtral", *, counts: list[list[float]] | None = None) -> Any:
+def counted_model(folder: Path, kind: str = "mixtral", *, counts: ExpertCounts | None = None) -> Any:
     """Save a model in `folder`/hf, and counts of its experts' rows beside it."""
     model = saved_model(folder / "hf", kind)
-    write_expert_counts(folder, counts or counts_for(CONFIGS[kind]()), first_step=1, last_step=9)
+    write_expert_counts(folder, counts or counts_for(CONFIGS[kind]()))
     return model
 
 
@@ -144,7 +148,7 @@ def saved_checkpoint(folder: Path) -> Path:
     """What a run leaves: a checkpoint with a Hugging Face folder, counts, and a manifest over both."""
     checkpoint = folder / "run" / "checkpoints" / "step-20"
     saved_model(checkpoint / HF_NAME, "mixtral")
-    write_expert_counts(checkpoint, counts_for(CONFIGS["mixtral"]()), first_step=11, last_step=20)
+    write_expert_counts(checkpoint, counts_for(CONFIGS["mixtral"]()))
     seal(checkpoint, step=20, details={"ep": 2})
     (checkpoint.parent / "latest").symlink_to(checkpoint.name)
     return checkpoint
@@ -178,7 +182,7 @@ def test_new_numbers_leave_the_function_as_it_was(kind: str, tmp_path: Path) -> 
         assert weight_map == {name: file for file, names in files.items() for name in names}
     record = json.loads((tmp_path / "placed" / "placement.json").read_text())
     assert record["placements"][0]["numbers"] == list(placed.placements[0].numbers)
-    assert (record["ep"], record["last_step"], record["counts"][0]) == (2, 9, list(placed.counts.counts[0]))
+    assert (record["ep"], record["last_step"], record["counts"][0]) == (2, 20, list(placed.counts.counts[0]))
 
 
 def test_the_bias_of_a_router_moves_with_its_rows(tmp_path: Path) -> None:
@@ -197,7 +201,7 @@ def test_the_bias_of_a_router_moves_with_its_rows(tmp_path: Path) -> None:
 
 def test_the_command_places_what_a_run_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = saved_checkpoint(tmp_path)
-    [first, second] = (place_experts(counts, num_ranks=2) for counts in counts_for(CONFIGS["mixtral"]()))
+    [first, second] = (place_experts(layer, num_ranks=2) for layer in counts_for(CONFIGS["mixtral"]()).counts)
     for path in (tmp_path / "run", checkpoint, checkpoint.parent / "latest"):
         assert main(["place", str(path)]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -306,7 +310,7 @@ def test_weights_that_are_not_what_was_counted_are_refused(spoil: Any, message: 
 
 
 def test_counts_of_another_number_of_experts_are_refused(tmp_path: Path) -> None:
-    counted_model(tmp_path, counts=[zipf(8, seed=0), zipf(8, seed=1)])
+    counted_model(tmp_path, counts=counts_of(zipf(8, seed=0), zipf(8, seed=1)))
     with pytest.raises(ValueError, match=r"layer 0 in .* has 4 experts, .* or the counts are of another number, 8"):
         write_placed(placed_in(tmp_path), out=tmp_path / "placed")
 
