@@ -82,25 +82,16 @@ def export_engine(
     )
 
 
-def export(
-    rank: int,
-    world_size: int,
-    config: GatherMoeConfig,
-    state: Tensors,
-    case: Case,
-    folder: Path,
-    hf_format: str = "auto",
-) -> str:
+def export(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, case: Case, folder: Path) -> str:
     """Export a fresh engine's weights in float32; a function for `run_ranks`."""
-    return export_engine(start_engine(config, state, case), folder, hf_format=hf_format)
+    return export_engine(start_engine(config, state, case), folder)
 
 
-def run_export(name: str, case: Case, folder: Path, *, hf_format: str = "auto") -> Tensors:
+def run_export(name: str, case: Case, folder: Path) -> Tensors:
     """Export the model `name` of CONFIGS from the case's layout; the weights that were exported."""
     config = CONFIGS[name]()
     state = full_state(config)
-    kinds = run_ranks(export, case.num_ranks, config, state, case, folder, hf_format)
-    assert set(kinds) == {"gather_moe" if hf_format == "native" else name}
+    assert set(run_ranks(export, case.num_ranks, config, state, case, folder)) == {name}
     return state
 
 

@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling.config import GatherMoeConfig
 from modeling.hf_keys import file_tensors
+from recipe.hf.config import choose_type
 from recipe.hf.export import opening_code
 from tests.clean_process import run_clean
 from tests.engine_runs import Case, accumulate, make_mesh, slow, start_engine
 from tests.exports import CONFIGS, export, export_engine, open_in_clean_process, read_export, run_export, sample_ids
 from tests.hub_samples import save_tokenizer
-from tests.ranks import RankError, run_ranks, with_libraries
+from tests.ranks import run_ranks, with_libraries
 from tests.referee import (
     FP32_ATOL,
     LOGITS_ATOL,
@@ -96,10 +97,17 @@ def needed_code() -> set[str]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [Case(dp=2, tp=2, ep=1, stage=2), Case(dp=2, tp=2, ep=2, stage=3), Case(tp=4, ep=2)])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-@pytest.mark.requirement("R-CKPT-05", "R-CKPT-06")
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("mixtral", Case(tp=4, ep=2)),
+        slow("qwen3_moe", Case(tp=4, ep=2)),
+        *(slow(name, Case(dp=2, tp=2, ep=1, stage=2)) for name in ("mixtral", "qwen3_moe")),
+        *(slow(name, Case(dp=2, tp=2, ep=2, stage=3)) for name in ("mixtral", "qwen3_moe")),
+    ],
+    ids=str,
+)
+@pytest.mark.requirement("R-CKPT-05", "R-CKPT-06", "R-MOE-04", "R-TP-05", "R-TP-06")
 def test_every_tensor_is_written_once_and_equal(name: str, case: Case, tmp_path: Path) -> None:
     state = run_export(name, case, tmp_path / "hf")
     want: Tensors = {}
@@ -136,12 +144,6 @@ def test_tied_tables_are_written_once_and_without_padding(tied: bool, case: Case
     logits, ours = model(sample_ids()).logits, referee_model(config, state, own=True).eval()(sample_ids()).logits
     assert logits.shape[-1] == 51
     torch.testing.assert_close(logits, ours[..., :51], atol=FP32_ATOL, rtol=0)
-
-
-@pytest.mark.slow
-def test_a_stock_type_that_cannot_say_everything_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"'mixtral' cannot express this model .* it is a 'gather_moe'"):
-        run_export("gather_moe", Case(), tmp_path / "hf", hf_format="mixtral")
 
 
 @pytest.mark.slow
@@ -182,6 +184,32 @@ def stock_evaluation(rank: int, world_size: int, folder: Path) -> float:
     ids, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
     with torch.no_grad():
         return referee_loss(model, Batch(ids, labels, starts=[row.document_starts for row in rows])).item()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": "none", "norm_topk_prob": False},
+        {"qk_norm": "none", "clip_qkv": 1.0},
+        {"qk_norm": "none", "mlp_only_layers": [0]},
+        {"qk_norm": "head", "clip_qkv": 1.0},
+        {"qk_norm": "full", "mlp_only_layers": [0]},
+        {"qk_norm": "full", "head_dim": 16},
+        {"num_experts": 0, "num_experts_per_tok": 0},
+        {"score_function": "sigmoid"},
+        {"routed_scaling_factor": 2.5},
+        {"balance_bias_update_rate": 0.01},
+        {"router_bias": True},
+    ],
+    ids=str,
+)
+def test_what_no_stock_type_says_is_exported_as_native(changes: dict[str, Any]) -> None:
+    config = tiny_config(**changes)
+    assert choose_type(config, hf_format="auto") == "gather_moe"
+    told = rf"'mixtral' cannot express this model .*score_function='{config.score_function}', "
+    told += rf"routed_scaling_factor={config.routed_scaling_factor}, router_bias={config.router_bias}\); "
+    with pytest.raises(ValueError, match=told + "it is a 'gather_moe'"):
+        choose_type(config, hf_format="mixtral")
 
 
 def export_both(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, root: Path) -> None:

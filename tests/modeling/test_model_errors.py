@@ -141,6 +141,7 @@ def _check_refusals(rank: int, world_size: int) -> None:
         assert str(caught.value) == message
 
 
+@pytest.mark.requirement("R-TP-07")
 def test_what_a_shared_model_cannot_do_is_refused_on_every_rank() -> None:
     run_ranks(_check_refusals, 2)
 

@@ -1,7 +1,6 @@
 """Mixture of experts: what users of other trainers found wrong, beside what test_parity.py holds to one process."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +29,6 @@ from tests.engine_runs import (
     train,
     weight_shards,
 )
-from tests.exports import export_engine, read_export
 from tests.ranks import run_ranks
 from tests.referee import (
     Batch,
@@ -44,7 +42,6 @@ from tests.referee import (
     referee_run,
     tiny_config,
 )
-from tests.resolving import faults_of
 
 WEIGHTS, ROWS = Execution(strategy="gather_weights"), Execution(strategy="all_to_all")
 
@@ -130,50 +127,6 @@ def test_every_parameter_takes_part_in_an_order_that_routing_does_not_change() -
     orders = run_ranks(_order_of_gradients, 2, config, state, batch, Case(dp=2))
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == sorted(state)
-
-
-def numbered_experts(config: GatherMoeConfig) -> Tensors:
-    state = full_state(config)
-    for name, tensor in state.items():
-        if ".experts." in name:
-            tensor.copy_(torch.arange(1.0, 1 + config.num_experts)[:, None, None].expand_as(tensor))
-    return state
-
-
-def _save_and_resume(rank: int, world_size: int, config: Any, state: Tensors, case: Case, folder: Path) -> None:
-    """Export and save numbered experts, and load what was saved in an engine with other weights."""
-    from recipe.checkpoint.native import load_native, save_native
-
-    engine = start_engine(config, state, case)
-    export_engine(engine, folder)
-    save_native(engine, folder, rank_state={})
-    dist.barrier()
-    other = start_engine(config, full_state(config), case)
-    load_native(other, folder)
-    first = other.mesh.ep_rank * config.num_experts // case.ep
-    for name, shard in weight_shards(other).items():
-        if ".experts." in name:
-            for expert, weights in enumerate(shard, start=first):
-                assert (weights == expert + 1).all(), (name, expert)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [Case(tp=2, ep=2, stage=2), Case(tp=2, ep=1, stage=1), Case(dp=2, tp=2, ep=2, stage=3), Case(tp=4, ep=2)],
-    ids=str,
-)
-@pytest.mark.requirement("R-MOE-04")
-def test_a_checkpoint_holds_every_expert_once_and_in_its_place(case: Case, tmp_path: Path) -> None:
-    config = tiny_config()
-    run_ranks(_save_and_resume, case.num_ranks, config, numbered_experts(config), case, tmp_path)
-    found = read_export(tmp_path)
-    for layer in range(2):
-        prefix = f"model.layers.{layer}.block_sparse_moe.experts."
-        experts = {name.removeprefix(prefix): t for name, t in found.items() if name.startswith(prefix)}
-        assert sorted(experts) == [f"{expert}.{leaf}.weight" for expert in range(4) for leaf in ("w1", "w2", "w3")]
-        for name, weights in experts.items():
-            assert torch.equal(weights, torch.full((32, 32), int(name[0]) + 1.0)), name
 
 
 def _step_with_users_optimizer(
@@ -396,11 +349,6 @@ def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Ca
 def test_a_bf16_engine_routes_in_float32(case: Case) -> None:
     config, case = tiny_config(), case._replace(bf16=True)
     assert run_ranks(_check_routers, 2, config, full_state(config), case) == [2, 2]
-
-
-@pytest.mark.requirement("R-MOE-10")
-def test_bf16_without_zero_is_refused() -> None:
-    assert "bf16" in faults_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}})
 
 
 def padded_batch(side: str, *, pad_id: int = 0) -> tuple[Batch, Batch, Batch]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from modeling.config import GatherMoeConfig
 from modeling.model import GatherMoeForCausalLM
-from recipe.hf.config import choose_type
 from tests.engine_runs import Case, accumulate, make_mesh, micro_batches, start_engine
 from tests.exports import export_engine, open_in_clean_process, read_export, sample_ids
 from tests.ranks import run_ranks
@@ -157,26 +156,6 @@ def _dense(rank: int, world_size: int) -> int:
 def test_a_model_without_routers_has_no_biases() -> None:
     assert run_ranks(_dense, 1) == [0]
     assert not list(GatherMoeForCausalLM(mixed_config()).buffers())
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"score_function": "sigmoid"},
-        {"routed_scaling_factor": 2.5},
-        {"balance_bias_update_rate": RATE},
-        {"router_bias": True},
-    ],
-    ids=str,
-)
-def test_what_no_stock_type_says_is_exported_as_native(changes: dict[str, Any]) -> None:
-    assert choose_type(tiny_config(), hf_format="auto") == "mixtral"
-    config = tiny_config(**changes)
-    assert choose_type(config, hf_format="auto") == "gather_moe"
-    told = rf"'mixtral' cannot express this model .*score_function='{config.score_function}', "
-    told += rf"routed_scaling_factor={config.routed_scaling_factor}, router_bias={config.router_bias}\)"
-    with pytest.raises(ValueError, match=told):
-        choose_type(config, hf_format="mixtral")
 
 
 def some_biases(config: GatherMoeConfig) -> Tensors:
