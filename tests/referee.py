@@ -62,6 +62,14 @@ def mixed_config(**changes: Any) -> GatherMoeConfig:
     return tiny_config(**(values | changes))
 
 
+# One model of each stock type.
+STOCK_CONFIGS: Mapping[str, Callable[[], GatherMoeConfig]] = {
+    "mixtral": lambda: tiny_config(qk_norm="none"),
+    "qwen3_moe": lambda: mixed_config(qk_norm="head"),
+    "olmoe": lambda: tiny_config(qk_norm="full", norm_topk_prob=False),
+}
+
+
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Execution]:
     """Split options of both in one mapping into changes of a model's configuration and how it is executed."""
     names = {option.name for option in fields(Execution)}

@@ -12,9 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling.attention import AttentionInputs, eager_attention, rotary_tables
 from modeling.decoder import OwnTokens
 from modeling.execution import Execution
 from modeling.init import build_model
@@ -25,7 +23,8 @@ from tests.emulated_graphs import EmulatedCapture
 from tests.exports import read_export
 from tests.ranks import run_ranks
 from tests.referee import mixed_config
-from tests.states import ignore
+from tests.states import assert_same, ignore
+from tests.static_shapes import plain_inputs
 from tests.training import WORDS, Flags, read_metrics, write_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -75,10 +74,8 @@ def test_a_run_saves_the_same_names_and_numbers(
     folders = (plain["output_dir"], tmp_path)
     assert losses(folders[0]) == losses(folders[1])
     want, got = (read_export(folder / "checkpoints" / "latest" / "hf") for folder in folders)
-    assert got.keys() == want.keys()
+    assert_same(got, want)
     assert not [name for name in got if "_orig_mod" in name or "_checkpoint" in name]
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), name
 
 
 @pytest.mark.slow
@@ -112,12 +109,10 @@ def test_names_do_not_depend_on_how_blocks_run(graphs: bool, checkpointing: bool
 
 def make_call(config: Any, *, scale: float) -> dict[str, Any]:
     """What a block of one process is called with."""
-    tables = rotary_tables(config, torch.arange(8)[None], dtype=torch.bfloat16)
-    function = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention)
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(3)).abs() * scale
     return {
         "hidden_states": x.bfloat16().requires_grad_(),
-        "inputs": AttentionInputs(tables, None, None, function, "sdpa", None, {}),
+        "inputs": plain_inputs(config, block_size=8, dtype=torch.bfloat16),
         "tokens": OwnTokens(2, torch.arange(16) // 8, torch.arange(16) > 1),
     }
 

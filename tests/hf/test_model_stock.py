@@ -14,7 +14,16 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from modeling.config import GatherMoeConfig
 from modeling.model import GatherMoeForCausalLM, GatherMoeModel
 from modeling.spec import stock_type
-from tests.referee import FP32_ATOL, assert_all_match, full_state, mixed_config, referee_model, tiny_config
+from tests.referee import (
+    FP32_ATOL,
+    assert_all_match,
+    full_state,
+    mixed_config,
+    our_model,
+    random_batch,
+    referee_model,
+    tiny_config,
+)
 
 CONFIGS: dict[str, tuple[str, Any]] = {
     "mixtral": ("mixtral", lambda: tiny_config(qk_norm="none")),
@@ -51,10 +60,7 @@ class Pair:
 
 
 def ids_and_labels() -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(0))
-    labels = ids.clone()
-    labels[0, 4:9] = -100
-    return ids, labels
+    return random_batch(num_sequences=3)[:2]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -186,11 +192,7 @@ IDS = torch.arange(24).view(2, 12)
 
 
 def model_of(name: str) -> GatherMoeForCausalLM:
-    config = FOLDER_CONFIGS[name]()
-    model = GatherMoeForCausalLM(config)
-    model.load_state_dict(full_state(config), strict=not config.tie_word_embeddings)
-    model.tie_weights()
-    return model.eval()
+    return our_model(FOLDER_CONFIGS[name]()).eval()
 
 
 def test_auto_classes_know_the_model() -> None:

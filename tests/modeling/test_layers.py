@@ -120,5 +120,3 @@ def test_the_mesh_numbers_ranks_group_by_group() -> None:
         assert found["dp=2 tp=2 ep=1 etp=2"] == ([twins, dp_pair, None], pair, rank % 2, 0, False, dp_pair)
         assert found["dp=1 tp=4 ep=2 etp=2"] == ([everyone, [rank], twins], 0, rank, pair, False, [rank])
         assert found["dp=4 tp=1 ep=1 etp=1"] == ([[rank], everyone, None], rank, 0, 0, True, everyone)
-
-

@@ -6,36 +6,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from modeling import auxiliary as auxiliary_module
 from modeling.execution import Execution
 from modeling.router import GatherMoeRouter
 from tests.referee import (
+    STOCK_CONFIGS,
     Tensors,
     assert_all_match,
     full_state,
     gradients_of,
     mixed_config,
     our_model,
+    random_batch,
     referee_model,
     tiny_config,
 )
+from tests.states import assert_same
+from tests.tuning import training_arguments
 
 AUXILIARY = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
 
 
 def ids_and_labels(rows: int = 4) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, 50, (rows, 16), generator=torch.Generator().manual_seed(0))
-    labels = ids.clone()
-    labels[0, 4:9] = -100
-    return ids, labels
-
-
-def assert_same(got: Tensors, want: Tensors) -> None:
-    assert set(got) == set(want)
-    for name, gradient in got.items():
-        assert torch.equal(gradient, want[name]), name
+    return random_batch(num_sequences=rows)[:2]
 
 
 @pytest.mark.requirement("R-LOSS-06")
@@ -159,20 +154,8 @@ class WatchedTrainer(Trainer):
 
 
 def trainer(model: Any, folder: Path, **options: Any) -> WatchedTrainer:
-    values: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "report_to": [],
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 0,
-    }
     extra = {key: options.pop(key) for key in ("compute_metrics",) if key in options}
-    arguments = TrainingArguments(**(values | options))
+    arguments = training_arguments(folder, **{"max_steps": 2, **options})
     return WatchedTrainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(), **extra)
 
 
@@ -284,17 +267,6 @@ def test_checkpointing_with_a_frozen_base_changes_no_gradient(reentrant: bool) -
     assert all(gradient.any() for gradient in want.values())
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}], ids=str)
-@pytest.mark.requirement("R-FT-05")
-def test_transformers_trainer_can_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
-    weights = []
-    for checkpointing in ({}, {"gradient_checkpointing": True, **options}):
-        model = our_model(mixed_config(**AUXILIARY))
-        trainer(model, tmp_path, **checkpointing).train()
-        weights.append({name: p.detach() for name, p in model.named_parameters()})
-    assert_same(*weights)
-
-
 @pytest.mark.requirement("R-FT-06")
 def test_a_frozen_router_stays_bitwise_the_same(tmp_path: Path) -> None:
     model = our_model(mixed_config(**AUXILIARY))
@@ -330,13 +302,6 @@ def test_any_part_can_be_frozen_without_changing_the_others() -> None:
             torch.testing.assert_close(gradient, want[name], atol=1e-6, rtol=0)
 
 
-CONFIGS: dict[str, Any] = {
-    "mixtral": tiny_config(qk_norm="none"),
-    "qwen3_moe": mixed_config(qk_norm="head"),
-    "olmoe": tiny_config(qk_norm="full", norm_topk_prob=False),
-}
-
-
 def under_autocast(model: Any, *, enabled: bool = True, **options: Any) -> tuple[Tensor, Tensors]:
     """Loss and float32 gradients of a call in bfloat16, but for what autocast keeps in float32."""
     ids, _ = ids_and_labels()
@@ -354,9 +319,9 @@ def distance(got: Tensors, want: Tensors) -> float:
 
 @pytest.mark.parametrize("options", [{}, {"output_logits": False}], ids=str)
 @pytest.mark.parametrize("backend", ["loop", "grouped"])
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", STOCK_CONFIGS)
 def test_autocast_is_as_near_to_float32_as_the_stock_model(name: str, backend: str, options: dict[str, Any]) -> None:
-    config = CONFIGS[name]
+    config = STOCK_CONFIGS[name]()
     state = full_state(config)
     want_loss, want = under_autocast(referee_model(config, state), enabled=False)
     _, stock = under_autocast(referee_model(config, state))
