@@ -1,5 +1,6 @@
 """Exports tiny models of every type as Hugging Face folders, reads them, and opens them where this project is not."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.engine_runs import Case, start_engine
 from tests.ranks import run_ranks
 from tests.referee import Tensors, full_state, mixed_config, tiny_config
 
+MODELING = Path(__file__).parents[1] / "modeling"
 CONFIGS = {
     "mixtral": lambda: tiny_config(qk_norm="none", vocab_size=51),
     "qwen3_moe": lambda: mixed_config(qk_norm="head", vocab_size=51),
@@ -118,6 +120,19 @@ def open_in_clean_process(
     words = [str(folder), json.dumps(ids.tolist()), "native" if native else "stock", str(out), str(tuned)]
     run_clean(OPEN_IT + (TUNE_IT if tuned else "") + END_IT, words, tmp_path, cold=tuned is not None)
     return torch.load(out)
+
+
+def files_with_imports(*names: str) -> set[str]:
+    """These files of modeling/ and those that they import, by whatever detour."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            nodes = ast.walk(ast.parse((MODELING / name).read_text()))
+            waiting += [f"{node.module}.py" for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    return found
 
 
 def sample_ids() -> torch.Tensor:

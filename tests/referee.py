@@ -290,6 +290,11 @@ def assert_all_match(got: Tensors, want: Tensors, *, atol: float = FP32_ATOL) ->
         torch.testing.assert_close(tensor, want[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def distance(got: Tensors, want: Tensors) -> float:
+    """The root of all squared differences."""
+    return sum((got[name] - tensor).square().sum().item() for name, tensor in want.items()) ** 0.5
+
+
 def assert_runs_match(got: Outcome, want: Outcome) -> None:
     """Assert equal curves, as far as the referee knows them, first gradients and last weights."""
     for name, curve in want.curves._asdict().items():

@@ -1,6 +1,5 @@
 """Checkpoints as Hugging Face folders: every layout and stage writes the same, complete, loadable model."""
 
-import ast
 import ctypes
 import json
 import re
@@ -18,7 +17,17 @@ from recipe.hf.config import choose_type
 from recipe.hf.export import opening_code
 from tests.clean_process import run_clean
 from tests.engine_runs import Case, accumulate, make_mesh, slow, start_engine
-from tests.exports import CONFIGS, export, export_engine, open_in_clean_process, read_export, run_export, sample_ids
+from tests.exports import (
+    CONFIGS,
+    MODELING,
+    export,
+    export_engine,
+    files_with_imports,
+    open_in_clean_process,
+    read_export,
+    run_export,
+    sample_ids,
+)
 from tests.hub_samples import save_tokenizer
 from tests.ranks import run_ranks, with_libraries
 from tests.referee import (
@@ -35,7 +44,7 @@ from tests.referee import (
 from tests.states import assert_same
 from tests.training import train_on_ranks, write_ds_config, write_inputs
 
-MODELING = Path(__file__).parents[2] / "modeling"
+NEEDED_CODE = files_with_imports("config.py", "model.py")  # of the two files that the Auto classes open
 CHAT = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{% endfor %}"
 OPEN_TOKENIZER = """
 import json, sys
@@ -68,7 +77,7 @@ def test_automodel_opens_every_type_in_a_clean_process(name: str, tmp_path: Path
     assert opening_code(folder).endswith(", trust_remote_code=True)") == (name == "gather_moe")
     assert (config["model_type"], config["vocab_size"], config["dtype"]) == (name, 51, "float32")
     assert {"tokenizer_config.json", "generation_config.json"} <= {path.name for path in folder.iterdir()}
-    assert {path.name for path in folder.glob("*.py")} == (needed_code() if name == "gather_moe" else set())
+    assert {path.name for path in folder.glob("*.py")} == (NEEDED_CODE if name == "gather_moe" else set())
 
 
 @pytest.mark.slow
@@ -78,23 +87,10 @@ def test_a_native_folder_is_fine_tuned_and_saved_with_its_code_in_a_clean_proces
     run_export("gather_moe", Case(), folder)
     _, want, _ = open_in_clean_process(folder, sample_ids(), tmp_path, native=True, tuned=tuned)
     code = {path.name: path.read_bytes() for path in tuned.glob("*.py")}
-    assert code == {name: (MODELING / name).read_bytes() for name in needed_code()}
+    assert code == {name: (MODELING / name).read_bytes() for name in NEEDED_CODE}
     kind, logits, _ = open_in_clean_process(tuned, sample_ids(), tmp_path, native=True)
     assert kind == "GatherMoeForCausalLM"
     torch.testing.assert_close(logits, want)
-
-
-def needed_code() -> set[str]:
-    """The files of modeling/ that the Auto classes' two import, by whatever detour, and themselves."""
-    found: set[str] = set()
-    waiting = ["config.py", "model.py"]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            nodes = ast.walk(ast.parse((MODELING / name).read_text()))
-            waiting += [f"{node.module}.py" for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
-    return found
 
 
 @pytest.mark.parametrize(

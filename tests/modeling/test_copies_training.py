@@ -27,7 +27,7 @@ from tests.engine_runs import (
     train_on_rank,
 )
 from tests.ranks import run_ranks
-from tests.referee import Tensors, assert_runs_match, full_state, mixed_config, referee_run, tiny_config
+from tests.referee import Tensors, assert_runs_match, distance, full_state, mixed_config, referee_run, tiny_config
 
 Loads = list[list[float]]
 COPIES = Execution(resident_experts=1)
@@ -142,7 +142,7 @@ def test_copies_are_as_exact_in_bf16() -> None:
         by_rank, rows = zip(*results, strict=True)
         assert sum(rows) >= fewest
         got = join_shards(list(by_rank), config, case)
-        distances.append(sum((got[name] - exact[name]).square().sum().item() for name in exact) ** 0.5)
+        distances.append(distance(got, exact))
     assert distances[0] > 0
     assert distances[1] < 1.2 * distances[0]
 

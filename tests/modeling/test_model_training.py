@@ -15,6 +15,7 @@ from tests.referee import (
     STOCK_CONFIGS,
     Tensors,
     assert_all_match,
+    distance,
     full_state,
     gradients_of,
     mixed_config,
@@ -292,12 +293,6 @@ def under_autocast(model: Any, *, enabled: bool = True, **options: Any) -> tuple
         loss = model(input_ids=ids, labels=ids, **options).loss
     loss.backward()
     return loss.detach(), {name: gradient.float() for name, gradient in gradients_of(model).items()}
-
-
-def distance(got: Tensors, want: Tensors) -> float:
-    """Of all gradients together, relative."""
-    square = sum((got[name] - want[name]).square().sum() for name in want)
-    return float((square / sum(gradient.square().sum() for gradient in want.values())) ** 0.5)
 
 
 @pytest.mark.parametrize("options", [{}, {"output_logits": False}], ids=str)

@@ -2,19 +2,15 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling import experts
-from modeling.comm import ScatterInChunks
 from modeling.config import GatherMoeConfig
 from modeling.execution import Execution
 from modeling.mesh import ParallelMesh, one_rank_mesh
-from modeling.moe import GatherMoeSparseBlock
 from modeling.router import GatherMoeRouter, Routing
 from tests.engine_runs import (
     Case,
@@ -226,86 +222,6 @@ def _leaves(rank: int, world_size: int, config: Any, state: Any) -> list[str]:
 def test_the_model_declares_its_zero_3_leaves_itself() -> None:
     config = tiny_config()
     assert run_ranks(_leaves, 1, config, full_state(config)) == [["model.layers.0", "model.layers.1"]]
-
-
-def _block_gradients(
-    config: GatherMoeConfig, state: Tensors, x_tD: Tensor, cotangent_tD: Tensor, mesh: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one MoE block: the gradient for its input, that for the routing weights at a fixed routing, and its output."""
-    block = GatherMoeSparseBlock(config, mesh=mesh, execution=Execution())
-    model = model_with(config, state, mesh)
-    block.load_state_dict(model.model.layers[0].mlp.state_dict())
-    x_tD = x_tD.clone().requires_grad_()
-    out_tD, routing = block(x_tD)
-    (out_tD * cotangent_tD).sum().backward()
-    weights_tA = routing.weights_tA.detach().requires_grad_()
-    fixed = Routing(routing.logits_tE, routing.expert_ids_tA, weights_tA)
-    block.gate.forward = lambda *_, **__: fixed  # type: ignore[method-assign]
-    (block(x_tD.detach()).out_tD * cotangent_tD).sum().backward()
-    assert x_tD.grad is not None
-    assert weights_tA.grad is not None
-    return x_tD.grad, weights_tA.grad, out_tD.detach()
-
-
-class _OwnRows(ScatterInChunks):
-    """Keeps this rank's rows of its own gradient and drops what the other ranks found."""
-
-    def add(self, k: int, partial: Tensor) -> None:
-        self._out[self.chunks.rows(k)] = partial.chunk(self.chunks.size)[dist.get_rank(self.chunks.group)]
-
-
-def _scattered_by(scatter: type[ScatterInChunks], function: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(*args: Any) -> Any:
-        with patch.object(experts, "ScatterInChunks", scatter):
-            return function(*args)
-
-    return wrapped
-
-
-def _drop_token_gradients(broken: pytest.MonkeyPatch) -> None:
-    """In the experts' backward, not in their forward, where sums go home the same way."""
-    routing_gradient = _scattered_by(ScatterInChunks, experts._scatter_routing_gradient)
-    broken.setattr(experts, "_scatter_routing_gradient", routing_gradient)
-    broken.setattr(experts._Experts, "backward", staticmethod(_scattered_by(_OwnRows, experts._Experts.backward)))
-
-
-def _drop_routing_gradients(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(experts, "_scatter_routing_gradient", _scattered_by(_OwnRows, experts._scatter_routing_gradient))
-
-
-def _check_block_gradients(
-    rank: int, world_size: int, config: Any, state: Tensors, case: Case, break_it: Callable[[Any], None] | None
-) -> tuple[bool, bool, bool]:
-    """Whether input gradient, routing weights' gradient and output are those of a single rank."""
-    generator = torch.Generator().manual_seed(11)
-    x_TD, cotangent_TD = (torch.randn(24, 32, generator=generator) for _ in range(2))
-    want = _block_gradients(config, state, x_TD, cotangent_TD, one_rank_mesh())
-    with pytest.MonkeyPatch.context() as broken:
-        if break_it is not None:
-            break_it(broken)
-        mine = [part.chunk(world_size)[rank] for part in (x_TD, cotangent_TD)]
-        got = _block_gradients(config, state, *mine, make_mesh(config, case))
-    first, second, third = (
-        torch.allclose(a, b.chunk(world_size)[rank], atol=1e-5, rtol=0) for a, b in zip(got, want, strict=True)
-    )
-    return first, second, third
-
-
-@pytest.mark.parametrize(
-    ("ep", "break_it", "holds"),
-    [
-        (2, None, (True, True, True)),
-        (1, None, (True, True, True)),
-        (2, _drop_token_gradients, (False, True, True)),
-        (2, _drop_routing_gradients, (False, False, True)),
-    ],
-)
-@pytest.mark.requirement("R-MOE-07")
-def test_gradients_of_the_input_and_of_the_gates_match_one_rank_unless_the_other_ranks_part_is_dropped(
-    ep: int, break_it: Callable[[Any], None] | None, holds: tuple[bool, bool, bool]
-) -> None:
-    config, case = tiny_config(), Case(tp=2, ep=ep)
-    assert run_ranks(_check_block_gradients, 2, config, full_state(config), case, break_it) == [holds] * 2
 
 
 def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Case) -> int:

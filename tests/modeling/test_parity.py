@@ -28,6 +28,7 @@ from tests.referee import (
     STOCK_CONFIGS,
     Tensors,
     assert_runs_match,
+    distance,
     full_state,
     global_batch,
     mixed_config,
@@ -189,10 +190,6 @@ def our_run_in_bf16(
     batches = make_micro_batches(config, case, step=0, dp_rank=engine.mesh.dp_rank)
     engine.accumulate(batches, counts=engine.count(batches))
     return losses, gradient_shards(engine)
-
-
-def distance(one: Tensors, other: Tensors) -> float:
-    return sum((one[name] - other[name]).square().sum().item() for name in other) ** 0.5
 
 
 @pytest.mark.slow
