@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from modeling.config import GatherMoeConfig
+from modeling.mesh import ParallelMesh, one_rank_mesh
 from tests.clean_process import run_clean
 from tests.engine_runs import Case, start_engine
 from tests.ranks import run_ranks
@@ -95,6 +96,18 @@ def run_export(name: str, case: Case, folder: Path) -> Tensors:
     state = full_state(config)
     assert set(run_ranks(export, case.num_ranks, config, state, case, folder)) == {name}
     return state
+
+
+def load_folder(
+    config: GatherMoeConfig, folder: Path, mesh: ParallelMesh | None = None, *, noise_std: float = 0.0
+) -> tuple[Any, int]:
+    """Build a model and load this rank's part of a folder's weights into it; the model, and the bytes read."""
+    from modeling.init import build_model
+    from recipe.hf.load import ExpertNoise, load_weights
+
+    mesh = mesh or one_rank_mesh()
+    model = build_model(config, mesh=mesh, seed=5)
+    return model, load_weights(model, config=config, mesh=mesh, folder=folder, noise=ExpertNoise(noise_std, 3))
 
 
 def read_export(folder: Path) -> Tensors:

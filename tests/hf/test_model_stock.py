@@ -262,17 +262,21 @@ def test_defaults_of_the_configuration_follow_from_its_sizes() -> None:
     assert GatherMoeConfig(num_hidden_layers=2).sizes.intermediate_size == 0
 
 
-@pytest.mark.parametrize("name", ["tiny", "dense first, head norms"])
-def test_fresh_weights_are_drawn_for_every_parameter(name: str) -> None:
+@pytest.mark.parametrize("lacking", [False, True], ids=["new", "of a folder without them"])
+def test_fresh_weights_are_drawn_for_every_parameter(lacking: bool) -> None:
     """Through transformers' own initialiser, which meets modules it does not know."""
-    config = FOLDER_CONFIGS[name]()
+    config = mixed_config(router_bias=True)
     torch.manual_seed(0)
-    model = GatherMoeForCausalLM(config)
+    if lacking:
+        model = GatherMoeForCausalLM.from_pretrained(None, config=config, state_dict={})
+    else:
+        model = GatherMoeForCausalLM(config)
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
             assert torch.equal(parameter, torch.ones_like(parameter)), key
         else:
             assert parameter.std().item() == pytest.approx(config.initializer_range, rel=0.2), key
+    assert all(not buffer.any() for buffer in model.buffers())
     experts = model.model.layers[1].mlp.experts.gate_up_proj
     assert not torch.equal(experts[0], experts[1])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from modeling.config import GatherMoeConfig
 from modeling.model import GatherMoeForCausalLM
 from tests.engine_runs import Case, accumulate, make_mesh, micro_batches, start_engine
-from tests.exports import export_engine, open_in_clean_process, read_export, sample_ids
+from tests.exports import export_engine, load_folder, open_in_clean_process, read_export, sample_ids
 from tests.ranks import run_ranks
 from tests.referee import Batch, Tensors, Training, full_state, mixed_config, random_batch, tiny_config
 from tests.training import check_resume
@@ -173,12 +173,7 @@ def _export_biased(
 
 
 def _load_on(rank: int, world_size: int, config: GatherMoeConfig, case: Case, folder: Path) -> Tensors:
-    from modeling.init import build_model
-    from recipe.hf.load import load_weights
-
-    mesh = make_mesh(config, case)
-    model = build_model(config, mesh=mesh, seed=3)
-    load_weights(model, config=config, mesh=mesh, folder=folder)
+    model, _ = load_folder(config, folder, make_mesh(config, case))
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
