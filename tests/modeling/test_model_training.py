@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from modeling import auxiliary as auxiliary_module
 from modeling.execution import Execution
+from modeling.noise import NoiseOrigin
 from modeling.router import GatherMoeRouter
 from tests.referee import (
     STOCK_CONFIGS,
@@ -220,7 +221,9 @@ def test_evaluating_in_transformers_trainer(tmp_path: Path, with_metrics: bool) 
     assert shapes == ([((8, 16, 50), (8, 16))] if with_metrics else [])
 
 
-def run_once(config: Any, *, reentrant: bool | None, frozen: bool = False, zero_router: bool = False) -> Any:
+def run_once(
+    config: Any, *, reentrant: bool | None, frozen: bool = False, zero_router: bool = False, **options: Any
+) -> Any:
     """Loss and gradients, with checkpointing unless `reentrant` is None."""
     ids, labels = ids_and_labels()
     model = our_model(config)
@@ -236,21 +239,31 @@ def run_once(config: Any, *, reentrant: bool | None, frozen: bool = False, zero_
         assert model.is_gradient_checkpointing
         if frozen:
             model.enable_input_require_grads()
-    out = model(input_ids=ids, labels=labels)
+    out = model(input_ids=ids, labels=labels, **options)
     out.loss.backward()
     return out.loss.detach(), gradients_of(model)
 
 
 @pytest.mark.parametrize("zero_router", [False, True], ids=["routed", "exact ties"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {}),
+        ({"attention_dropout": 0.2}, {}),
+        ({"router_jitter_noise": 0.25}, {}),
+        ({"router_jitter_noise": 0.25}, {"noise": NoiseOrigin(seed=5, first_token=0)}),
+    ],
+)
 @pytest.mark.requirement("R-GRAPH-03")
-def test_checkpointing_changes_no_gradient(reentrant: bool, zero_router: bool, dropout: float) -> None:
-    config = mixed_config(**AUXILIARY, attention_dropout=dropout)
+def test_checkpointing_changes_no_gradient(
+    changes: dict[str, Any], options: dict[str, Any], reentrant: bool, zero_router: bool
+) -> None:
+    config = mixed_config(**AUXILIARY, **changes)
     results = []
     for mode in (None, reentrant):
         torch.manual_seed(5)
-        results.append(run_once(config, reentrant=mode, zero_router=zero_router))
+        results.append(run_once(config, reentrant=mode, zero_router=zero_router, **options))
     assert torch.equal(results[0][0], results[1][0])
     assert_same(results[1][1], results[0][1])
     assert set(results[0][1]) == {name for name, _ in our_model(config).named_parameters()}
