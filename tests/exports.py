@@ -61,8 +61,6 @@ assert "modeling" not in sys.modules and "recipe" not in sys.modules
 class FakeTokenizer:
     """Replaces a tokenizer where the test is about weights."""
 
-    bos_token_id, eos_token_id, pad_token_id = None, 1, None
-
     def save_pretrained(self, folder: Path) -> None:
         (folder / "tokenizer_config.json").write_text("{}")
 

@@ -168,13 +168,13 @@ def referee_model(
     """Build a stock transformers model with these weights, or ours without a mesh."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from recipe.hf.config import SpecialTokens, config_dict
+    from recipe.hf.config import config_dict
 
     kind = stock_type(config)
     if own or kind == "gather_moe":
         model: Any = GatherMoeForCausalLM(config, execution=execution)
     else:
-        values = config_dict(config, model_type=kind, dtype="float32", tokens=SpecialTokens(None, None, None))
+        values = config_dict(config, model_type=kind, dtype="float32")
         values.pop("model_type")
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values))
     if config.tie_word_embeddings:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import modeling
 from modeling.config import GatherMoeConfig
@@ -16,14 +16,7 @@ AUTO_MAP = {
 }
 # Used by our training only; what travels with a checkpoint is the model.
 STAYS_HOME = ("__init__.py", "init.py", "shard_table.py")
-
-
-class SpecialTokens(NamedTuple):
-    """Token ids that generation needs; None where the tokenizer has none."""
-
-    bos: int | None
-    eos: int | None
-    pad: int | None
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # what generation needs; None where there is none
 
 
 def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
@@ -46,16 +39,13 @@ def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
     return hf_format
 
 
-def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens: SpecialTokens) -> dict[str, Any]:
+def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str) -> dict[str, Any]:
     """Return what config.json holds for `model_type`."""
     common: dict[str, Any] = {
-        **{name: getattr(config, name) for name in SHARED_NAMES},
+        **{name: getattr(config, name) for name in (*SHARED_NAMES, *TOKEN_IDS)},
         "use_cache": True,
         # True would add the balance loss to the loss of an evaluation, too.
         "output_router_logits": False,
-        "bos_token_id": tokens.bos,
-        "eos_token_id": tokens.eos,
-        "pad_token_id": tokens.pad,
         "dtype": dtype,
     }
     if model_type == NATIVE:
@@ -71,11 +61,11 @@ def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens:
     return values
 
 
-def write_config_files(folder: Path, *, values: dict[str, Any], tokens: SpecialTokens) -> None:
+def write_config_files(folder: Path, *, values: dict[str, Any]) -> None:
     """Write config.json, generation_config.json and, for our own type, the code that reads them."""
     _write(folder / "config.json", values)
-    generation = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos, "pad_token_id": tokens.pad}
-    _write(folder / "generation_config.json", {name: value for name, value in generation.items() if value is not None})
+    generation = {name: values[name] for name in TOKEN_IDS if values[name] is not None}
+    _write(folder / "generation_config.json", generation)
     if values["model_type"] == NATIVE:
         for source in sorted(Path(modeling.__path__[0]).glob("*.py")):
             if source.name not in STAYS_HOME:

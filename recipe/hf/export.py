@@ -8,7 +8,7 @@ import torch
 
 from recipe.checkpoint.files import Files, complete
 from recipe.engine.engine import Engine
-from recipe.hf.config import SpecialTokens, choose_type, config_dict, write_config_files
+from recipe.hf.config import choose_type, config_dict, write_config_files
 from recipe.hf.model_card import CARD_NAME, TrainingFacts, model_card
 from recipe.hf.weights import write_weights
 from recipe.shared.ranks import Ranks
@@ -53,13 +53,12 @@ def export_hugging_face(
     """
     config = engine.model.config
     model_type = choose_type(config, hf_format=options.hf_format)
-    tokens = SpecialTokens(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
 
     def write_small_files() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         dtype = str(options.dtype).removeprefix("torch.")
-        values = config_dict(config, model_type=model_type, dtype=dtype, tokens=tokens)
-        write_config_files(folder, values=values, tokens=tokens)
+        values = config_dict(config, model_type=model_type, dtype=dtype)
+        write_config_files(folder, values=values)
         tokenizer.save_pretrained(folder)
         if options.facts is not None:
             (folder / CARD_NAME).write_text(model_card(values, facts=options.facts), encoding="utf-8")

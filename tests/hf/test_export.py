@@ -149,7 +149,10 @@ def test_zero_3_saves_a_complete_model_whatever_deepspeeds_flag_says(flag: bool,
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": flag}
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, zero_optimization=zero, parallel={"tp": 1})
     run_ranks(train_on_ranks, 2, flags | {"bf16": True, "max_steps": 1})
-    tensors = read_export(tmp_path / "run" / "checkpoints" / "latest" / "hf")
+    folder = tmp_path / "run" / "checkpoints" / "latest" / "hf"
+    tensors = read_export(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": tokenizer.eos_token_id}
     assert len(tensors) > 20
     assert all(tensor.numel() > 0 and tensor.dtype == torch.bfloat16 for tensor in tensors.values())
 
@@ -241,7 +244,7 @@ def test_an_export_has_the_precision_asked_for_and_float32_is_the_masters(tmp_pa
 
 def export_with_tokenizer(rank: int, world_size: int, root: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
-    config = tiny_config(vocab_size=257)
+    config = tiny_config(vocab_size=257, eos_token_id=0)
     engine = start_engine(config, full_state(config), Case())
     for hf_format in ("native", "auto"):
         export_engine(engine, root / hf_format, hf_format=hf_format, tokenizer=tokenizer)
