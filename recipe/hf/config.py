@@ -74,11 +74,11 @@ def write_config_files(folder: Path, *, values: dict[str, Any]) -> None:
 
 def _stock_dict(config: GatherMoeConfig, model_type: str, common: dict[str, Any]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     own = {theirs: getattr(config, ours) for theirs, ours in STOCK_TYPES[model_type].says.items()}
-    architectures = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
     stock = CONFIG_MAPPING[model_type](**common, **own)
-    names = [architectures[model_type] + "ForCausalLM"]
+    names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     return {**stock.to_diff_dict(), **common, **own, "model_type": model_type, "architectures": names}
 
 
