@@ -10,12 +10,11 @@ from recipe.engine.graphs import install_graphs
 from tests.emulated_graphs import EmulatedCapture
 from tests.engine_runs import ONE_RUN_S, Case, train_on_rank
 from tests.ranks import run_ranks
-from tests.referee import Tensors, Training, full_state, random_batch, split_options, tiny_config
+from tests.referee import NUM_SEQUENCES, Tensors, Training, full_state, random_batch, split_options, tiny_config
 
 pytestmark = pytest.mark.slow
 
 TRAINING = Training(num_steps=3, max_grad_norm=0.2, balance_coef=0.02, z_coef=0.01)
-NUM_SEQUENCES = 12
 
 
 def _train_twice(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, case: Case) -> tuple[int, int]:
