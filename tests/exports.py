@@ -74,13 +74,15 @@ def export_engine(
     tokenizer: Any = None,
 ) -> str:
     """Export what this rank's engine holds; the model type that was written."""
+    from recipe.checkpoint.files import Files, complete
     from recipe.hf.export import ExportOptions, export_hugging_face
     from recipe.shared.ranks import TorchRanks
 
-    options = ExportOptions(hf_format, dtype)
-    return export_hugging_face(
-        engine, folder, tokenizer=tokenizer or FakeTokenizer(), options=options, ranks=TorchRanks()
-    )
+    files, ranks = Files(), TorchRanks()
+    options = {"tokenizer": tokenizer or FakeTokenizer(), "options": ExportOptions(hf_format, dtype), "ranks": ranks}
+    kind = export_hugging_face(engine, folder, **options, files=files)
+    complete(files, ranks=ranks)
+    return kind
 
 
 def export(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, case: Case, folder: Path) -> str:

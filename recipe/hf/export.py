@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipe.checkpoint.files import Files, complete
+from recipe.checkpoint.files import Files
 from recipe.engine.engine import Engine
 from recipe.hf.config import choose_type, config_dict, write_config_files
 from recipe.hf.model_card import CARD_NAME, TrainingFacts, model_card
@@ -42,12 +42,11 @@ def export_hugging_face(
     tokenizer: Any,
     options: ExportOptions,
     ranks: Ranks,
-    files: Files | None = None,
+    files: Files,
 ) -> str:
     """Write everything AutoModel needs into `folder`; return the model type. Collective over the whole world.
 
-    The weights are given to `files`, to be written and checked when these are completed; without them that is done
-    when this returns.
+    The weights are given to `files`, to be written and checked when these are completed.
 
     ValueError where --hf_format names a type that cannot express the model; see `write_weights` for what else.
     """
@@ -64,9 +63,6 @@ def export_hugging_face(
             (folder / CARD_NAME).write_text(model_card(values, facts=options.facts), encoding="utf-8")
 
     on_first(write_small_files, ranks=ranks)
-    sink = Files() if files is None else files
     dtype = options.dtype
-    write_weights(folder, model=engine.model, mesh=engine.mesh, model_type=model_type, dtype=dtype, files=sink)
-    if files is None:
-        complete(sink, ranks=ranks)
+    write_weights(folder, model=engine.model, mesh=engine.mesh, model_type=model_type, dtype=dtype, files=files)
     return model_type
