@@ -5,7 +5,7 @@ meeting the others meanwhile.
 """
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from recipe.shared.together import on_every, on_first, run_in_steps
 
 # Configurations, weights and tokenizers; never pickles, whatever else a repository has.
 # Other formats' folders are left out, and the same weights once more under other names.
-DOWNLOADED = {
+DOWNLOADED: Mapping[str, Any] = {
     "allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"],
     "ignore_patterns": ["*/*", "consolidated*"],
 }

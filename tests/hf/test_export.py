@@ -103,7 +103,8 @@ def test_a_native_folder_is_fine_tuned_and_saved_with_its_code_in_a_clean_proces
     ],
     ids=str,
 )
-@pytest.mark.requirement("R-CKPT-05", "R-CKPT-06", "R-MOE-04", "R-TP-05", "R-TP-06")
+@pytest.mark.requirement("R-CKPT-05", "R-CKPT-06", "R-TP-05", "R-TP-06")
+@pytest.mark.requirement("R-MOE-04")
 def test_every_tensor_is_written_once_and_equal(name: str, case: Case, tmp_path: Path) -> None:
     state = run_export(name, case, tmp_path / "hf")
     want: Tensors = {}
