@@ -21,14 +21,10 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # what generation 
 
 def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
     """Return the model type to write for --hf_format; ValueError if a stock type cannot express the configuration."""
-    best = stock_type(config)
-    if hf_format == "auto":
-        return best
     if hf_format == "native":
         return NATIVE
-    if hf_format not in STOCK_TYPES:
-        raise ValueError(f"hf_format={hf_format!r} is not known; choose one of {['auto', 'native', *STOCK_TYPES]}")
-    if hf_format != best:
+    best = stock_type(config)
+    if hf_format not in ("auto", best):
         raise ValueError(
             f"hf_format={hf_format!r} cannot express this model (qk_norm={config.qk_norm!r}, "
             f"norm_topk_prob={config.norm_topk_prob}, clip_qkv={config.clip_qkv}, "
@@ -36,7 +32,7 @@ def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
             f"routed_scaling_factor={config.routed_scaling_factor}, router_bias={config.router_bias}); "
             f"it is a {best!r}, which --hf_format auto writes"
         )
-    return hf_format
+    return best
 
 
 def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str) -> dict[str, Any]:
