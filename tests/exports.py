@@ -75,12 +75,12 @@ def export_engine(
 ) -> str:
     """Export what this rank's engine holds; the model type that was written."""
     from recipe.checkpoint.files import Files, complete
-    from recipe.hf.export import ExportOptions, export_hugging_face
+    from recipe.hf.export import export_hugging_face
     from recipe.shared.ranks import TorchRanks
 
     files, ranks = Files(), TorchRanks()
-    options = {"tokenizer": tokenizer or FakeTokenizer(), "options": ExportOptions(hf_format, dtype), "ranks": ranks}
-    kind = export_hugging_face(engine, folder, **options, files=files)
+    options = {"tokenizer": tokenizer or FakeTokenizer(), "hf_format": hf_format, "dtype": dtype}
+    kind = export_hugging_face(engine, folder, **options, ranks=ranks, files=files)
     complete(files, ranks=ranks)
     return kind
 
