@@ -1,5 +1,6 @@
 """Exports tiny models of every type as Hugging Face folders, reads them, and opens them where this project is not."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import torch
 
 from modeling.config import GatherMoeConfig
+from modeling.mesh import ParallelMesh, one_rank_mesh
 from tests.clean_process import run_clean
 from tests.engine_runs import Case, start_engine
 from tests.ranks import run_ranks
 from tests.referee import Tensors, full_state, mixed_config, tiny_config
 
+MODELING = Path(__file__).parents[1] / "modeling"
 CONFIGS = {
     "mixtral": lambda: tiny_config(qk_norm="none", vocab_size=51),
     "qwen3_moe": lambda: mixed_config(qk_norm="head", vocab_size=51),
@@ -58,8 +61,6 @@ assert "modeling" not in sys.modules and "recipe" not in sys.modules
 class FakeTokenizer:
     """Replaces a tokenizer where the test is about weights."""
 
-    bos_token_id, eos_token_id, pad_token_id = None, 1, None
-
     def save_pretrained(self, folder: Path) -> None:
         (folder / "tokenizer_config.json").write_text("{}")
 
@@ -73,35 +74,40 @@ def export_engine(
     tokenizer: Any = None,
 ) -> str:
     """Export what this rank's engine holds; the model type that was written."""
-    from recipe.hf.export import ExportOptions, export_hugging_face
+    from recipe.checkpoint.files import Files, complete
+    from recipe.hf.export import export_hugging_face
     from recipe.shared.ranks import TorchRanks
 
-    options = ExportOptions(hf_format, dtype)
-    return export_hugging_face(
-        engine, folder, tokenizer=tokenizer or FakeTokenizer(), options=options, ranks=TorchRanks()
-    )
+    files, ranks = Files(), TorchRanks()
+    options = {"tokenizer": tokenizer or FakeTokenizer(), "hf_format": hf_format, "dtype": dtype}
+    kind = export_hugging_face(engine, folder, **options, ranks=ranks, files=files)
+    complete(files, ranks=ranks)
+    return kind
 
 
-def export(
-    rank: int,
-    world_size: int,
-    config: GatherMoeConfig,
-    state: Tensors,
-    case: Case,
-    folder: Path,
-    hf_format: str = "auto",
-) -> str:
+def export(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, case: Case, folder: Path) -> str:
     """Export a fresh engine's weights in float32; a function for `run_ranks`."""
-    return export_engine(start_engine(config, state, case), folder, hf_format=hf_format)
+    return export_engine(start_engine(config, state, case), folder)
 
 
-def run_export(name: str, case: Case, folder: Path, *, hf_format: str = "auto") -> Tensors:
+def run_export(name: str, case: Case, folder: Path) -> Tensors:
     """Export the model `name` of CONFIGS from the case's layout; the weights that were exported."""
     config = CONFIGS[name]()
     state = full_state(config)
-    kinds = run_ranks(export, case.num_ranks, config, state, case, folder, hf_format)
-    assert set(kinds) == {"gather_moe" if hf_format == "native" else name}
+    assert set(run_ranks(export, case.num_ranks, config, state, case, folder)) == {name}
     return state
+
+
+def load_folder(
+    config: GatherMoeConfig, folder: Path, mesh: ParallelMesh | None = None, *, noise_std: float = 0.0
+) -> tuple[Any, int]:
+    """Build a model and load this rank's part of a folder's weights into it; the model, and the bytes read."""
+    from modeling.init import build_model
+    from recipe.hf.load import ExpertNoise, load_weights
+
+    mesh = mesh or one_rank_mesh()
+    model = build_model(config, mesh=mesh, seed=5)
+    return model, load_weights(model, config=config, mesh=mesh, folder=folder, noise=ExpertNoise(noise_std, 3))
 
 
 def read_export(folder: Path) -> Tensors:
@@ -127,6 +133,19 @@ def open_in_clean_process(
     words = [str(folder), json.dumps(ids.tolist()), "native" if native else "stock", str(out), str(tuned)]
     run_clean(OPEN_IT + (TUNE_IT if tuned else "") + END_IT, words, tmp_path, cold=tuned is not None)
     return torch.load(out)
+
+
+def files_with_imports(*names: str) -> set[str]:
+    """These files of modeling/ and those that they import, by whatever detour."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            nodes = ast.walk(ast.parse((MODELING / name).read_text()))
+            waiting += [f"{node.module}.py" for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    return found
 
 
 def sample_ids() -> torch.Tensor:

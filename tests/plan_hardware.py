@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from dataclasses import fields
+
 from recipe.plan.hardware import (
     PASSES,
     PRODUCT_KINDS,
@@ -48,15 +50,7 @@ def flat_hardware(
         memory_bytes_per_s=1e10,
         intra=Link(alpha_s=alpha_s, bytes_per_s=bytes_per_s, busy=busy),
         inter=inter,
-        efficiencies=Efficiencies(
-            product=1.0,
-            half_rows=1.0,
-            half_width=1.0,
-            attention_forward=1.0,
-            attention_backward=1.0,
-            half_length=1.0,
-            memory=1.0,
-        ),
+        efficiencies=Efficiencies(**{share.name: 1.0 for share in fields(Efficiencies)}),
         launch_s=1e-6,
         sources={"measured": "made up"},
         measured={"fp32": measured},

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 CALLS_PER_POOL = 40
@@ -153,7 +154,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     torch.set_printoptions(threshold=0, edgeitems=1)
     gc.freeze()  # ZeRO-3 collects garbage again and again, which need not go through all the libraries each time
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    modeling.mesh.dist = _DistOfMeshes()  # type: ignore[assignment]
+    modeling.mesh.dist = SimpleNamespace(**vars(dist) | {"new_group": _group_of_a_case})  # type: ignore[assignment]
     while True:
         try:
             call = pipe.recv()
@@ -203,16 +204,9 @@ def end_after_case(group: Any) -> Any:
     return group
 
 
-class _DistOfMeshes:
-    """torch.distributed as modeling.mesh sees it: groups end with a case. DeepSpeed keeps its own for later ones."""
+def _group_of_a_case(*args: Any, **kwargs: Any) -> Any:
+    """`new_group` for modeling.mesh, whose groups end with a case; DeepSpeed keeps its own for later ones."""
+    import torch.distributed as dist
 
-    def __getattr__(self, name: str) -> Any:
-        import torch.distributed as dist
-
-        return getattr(dist, name)
-
-    def new_group(self, *args: Any, **kwargs: Any) -> Any:
-        import torch.distributed as dist
-
-        group = dist.new_group(*args, **kwargs)
-        return group if group is dist.GroupMember.NON_GROUP_MEMBER else end_after_case(group)
+    group = dist.new_group(*args, **kwargs)
+    return group if group is dist.GroupMember.NON_GROUP_MEMBER else end_after_case(group)

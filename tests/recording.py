@@ -1,4 +1,4 @@
-"""Records what code does below autograd: the operators it calls, the collectives among them, the work of its products.
+"""Records what code does below autograd: the operators it calls, and the collectives among them.
 
 Modes see a tensor's operators whoever calls them and under whatever name, in the backward too.
 """
@@ -49,31 +49,6 @@ class Operators(TorchDispatchMode):
     def num_bytes(self, *kinds: str) -> int:
         """Of the larger sides of all transfers of these kinds."""
         return sum(c.num_bytes for c in self.collectives if c.kind in kinds)
-
-
-class ProductFlops(TorchDispatchMode):
-    """Adds up the work of matrix products, a multiplication and an addition counting as two.
-
-    Of a grouped product only the rows before the last offset count: the others are never touched.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name == "mm":
-            self.flops += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
-        elif name == "_grouped_mm":
-            rows = int(args[2][-1])
-            a, b = args[0], args[1]
-            per_row = b.shape[1] * b.shape[2] if b.dim() == 3 else a.shape[0] * b.shape[1]
-            self.flops += 2 * rows * per_row
-        else:
-            assert "mm" not in name.split("_"), f"{func} multiplies, too"
-            assert name not in ("bmm", "addmm", "baddbmm", "addmv", "mv", "dot"), f"{func} multiplies, too"
-        return func(*args, **(kwargs or {}))
 
 
 def _tensors(values: Any) -> list[Tensor]:

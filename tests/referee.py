@@ -62,6 +62,14 @@ def mixed_config(**changes: Any) -> GatherMoeConfig:
     return tiny_config(**(values | changes))
 
 
+# One model of each stock type.
+STOCK_CONFIGS: Mapping[str, Callable[[], GatherMoeConfig]] = {
+    "mixtral": lambda: tiny_config(qk_norm="none"),
+    "qwen3_moe": lambda: mixed_config(qk_norm="head"),
+    "olmoe": lambda: tiny_config(qk_norm="full", norm_topk_prob=False),
+}
+
+
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Execution]:
     """Split options of both in one mapping into changes of a model's configuration and how it is executed."""
     names = {option.name for option in fields(Execution)}
@@ -160,13 +168,13 @@ def referee_model(
     """Build a stock transformers model with these weights, or ours without a mesh."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from recipe.hf.config import SpecialTokens, config_dict
+    from recipe.hf.config import config_dict
 
     kind = stock_type(config)
     if own or kind == "gather_moe":
         model: Any = GatherMoeForCausalLM(config, execution=execution)
     else:
-        values = config_dict(config, model_type=kind, dtype="float32", tokens=SpecialTokens(None, None, None))
+        values = config_dict(config, model_type=kind, dtype="float32")
         values.pop("model_type")
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**values))
     if config.tie_word_embeddings:
@@ -280,6 +288,11 @@ def assert_all_match(got: Tensors, want: Tensors, *, atol: float = FP32_ATOL) ->
     assert got.keys() <= want.keys()
     for name, tensor in got.items():
         torch.testing.assert_close(tensor, want[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def distance(got: Tensors, want: Tensors) -> float:
+    """The root of all squared differences."""
+    return sum((got[name] - tensor).square().sum().item() for name, tensor in want.items()) ** 0.5
 
 
 def assert_runs_match(got: Outcome, want: Outcome) -> None:

@@ -13,6 +13,7 @@ import recipe.cli
 import run_pretrain
 from recipe.settings.arguments import parse_arguments
 from tests.documents import ROOT, read_training
+from tests.exports import read_export
 from tests.ranks import run_ranks
 from tests.training import train_on_ranks, write_inputs
 
@@ -84,14 +85,10 @@ def test_a_program_fine_tunes_what_was_trained(program: str, saved: str, folder:
     words = [sys.executable, str(EXAMPLES / f"{program}.py"), str(folder), str(tmp_path / "out")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
-    start, tuned = read_tensors(folder), read_tensors(tmp_path / "out" / saved)
+    start, tuned = read_export(folder), read_export(tmp_path / "out" / saved)
     assert tuned.keys() == start.keys()
     changed = [key for key, tensor in tuned.items() if not torch.equal(tensor, start[key])]
     assert any("experts" in key for key in changed)
     assert any("mlp.gate." in key for key in changed) == (program != "finetune_lora")
     if program == "finetune_lora":
         assert any("experts" in key for key in load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors"))
-
-
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

@@ -6,7 +6,8 @@ from typing import Any
 from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from recipe.plan.job import Job
-from tests.referee import TINY
+from tests.engine_runs import Case, ds_config
+from tests.referee import TINY, Training
 
 EXECUTION = {field.name for field in fields(Execution)}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -46,17 +47,11 @@ def small_job(
 
 def engine_config(job: Job) -> dict[str, Any]:
     """What DeepSpeed gets for it."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": job.num_sequences,
-        "gradient_accumulation_steps": job.accumulation,
-        "train_batch_size": job.num_sequences * job.accumulation * job.layout.dp,
-        "gradient_clipping": 1.0 if job.clips_gradients else 0.0,
-        "zero_optimization": dict(job.zero),
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-    }
-    if job.precision == "bf16":
-        low = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
-        config |= low
-    return config
+    case = Case(
+        dp=job.layout.dp,
+        stage=job.zero["stage"],
+        accumulation=job.accumulation,
+        bf16=job.precision == "bf16",
+    )
+    training = Training(max_grad_norm=1.0 if job.clips_gradients else 0.0, zero=dict(job.zero))
+    return ds_config(case, training) | {"train_micro_batch_size_per_gpu": job.num_sequences}

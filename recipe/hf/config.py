@@ -3,7 +3,7 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import modeling
 from modeling.config import GatherMoeConfig
@@ -16,26 +16,15 @@ AUTO_MAP = {
 }
 # Used by our training only; what travels with a checkpoint is the model.
 STAYS_HOME = ("__init__.py", "init.py", "shard_table.py")
-
-
-class SpecialTokens(NamedTuple):
-    """Token ids that generation needs; None where the tokenizer has none."""
-
-    bos: int | None
-    eos: int | None
-    pad: int | None
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # what generation needs; None where there is none
 
 
 def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
     """Return the model type to write for --hf_format; ValueError if a stock type cannot express the configuration."""
-    best = stock_type(config)
-    if hf_format == "auto":
-        return best
     if hf_format == "native":
         return NATIVE
-    if hf_format not in STOCK_TYPES:
-        raise ValueError(f"hf_format={hf_format!r} is not known; choose one of {['auto', 'native', *STOCK_TYPES]}")
-    if hf_format != best:
+    best = stock_type(config)
+    if hf_format not in ("auto", best):
         raise ValueError(
             f"hf_format={hf_format!r} cannot express this model (qk_norm={config.qk_norm!r}, "
             f"norm_topk_prob={config.norm_topk_prob}, clip_qkv={config.clip_qkv}, "
@@ -43,19 +32,16 @@ def choose_type(config: GatherMoeConfig, *, hf_format: str) -> str:
             f"routed_scaling_factor={config.routed_scaling_factor}, router_bias={config.router_bias}); "
             f"it is a {best!r}, which --hf_format auto writes"
         )
-    return hf_format
+    return best
 
 
-def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens: SpecialTokens) -> dict[str, Any]:
+def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str) -> dict[str, Any]:
     """Return what config.json holds for `model_type`."""
     common: dict[str, Any] = {
-        **{name: getattr(config, name) for name in SHARED_NAMES},
+        **{name: getattr(config, name) for name in (*SHARED_NAMES, *TOKEN_IDS)},
         "use_cache": True,
         # True would add the balance loss to the loss of an evaluation, too.
         "output_router_logits": False,
-        "bos_token_id": tokens.bos,
-        "eos_token_id": tokens.eos,
-        "pad_token_id": tokens.pad,
         "dtype": dtype,
     }
     if model_type == NATIVE:
@@ -71,11 +57,11 @@ def config_dict(config: GatherMoeConfig, *, model_type: str, dtype: str, tokens:
     return values
 
 
-def write_config_files(folder: Path, *, values: dict[str, Any], tokens: SpecialTokens) -> None:
+def write_config_files(folder: Path, *, values: dict[str, Any]) -> None:
     """Write config.json, generation_config.json and, for our own type, the code that reads them."""
     _write(folder / "config.json", values)
-    generation = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos, "pad_token_id": tokens.pad}
-    _write(folder / "generation_config.json", {name: value for name, value in generation.items() if value is not None})
+    generation = {name: values[name] for name in TOKEN_IDS if values[name] is not None}
+    _write(folder / "generation_config.json", generation)
     if values["model_type"] == NATIVE:
         for source in sorted(Path(modeling.__path__[0]).glob("*.py")):
             if source.name not in STAYS_HOME:
@@ -84,11 +70,11 @@ def write_config_files(folder: Path, *, values: dict[str, Any], tokens: SpecialT
 
 def _stock_dict(config: GatherMoeConfig, model_type: str, common: dict[str, Any]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     own = {theirs: getattr(config, ours) for theirs, ours in STOCK_TYPES[model_type].says.items()}
-    architectures = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
     stock = CONFIG_MAPPING[model_type](**common, **own)
-    names = [architectures[model_type] + "ForCausalLM"]
+    names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     return {**stock.to_diff_dict(), **common, **own, "model_type": model_type, "architectures": names}
 
 

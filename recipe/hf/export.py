@@ -2,30 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from recipe.checkpoint.files import Files, complete
+from recipe.checkpoint.files import Files
 from recipe.engine.engine import Engine
-from recipe.hf.config import SpecialTokens, choose_type, config_dict, write_config_files
+from recipe.hf.config import choose_type, config_dict, write_config_files
 from recipe.hf.model_card import CARD_NAME, TrainingFacts, model_card
 from recipe.hf.weights import write_weights
 from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_first
 
 FOLDER = "hf"
-
-
-class ExportOptions(NamedTuple):
-    """What to export: hf_format as of --hf_format, dtype of all weights, taken from the float32 master copies.
-
-    With `facts` of the training a model card is written, too.
-    """
-
-    hf_format: str
-    dtype: torch.dtype
-    facts: TrainingFacts | None = None
 
 
 def opening_code(folder: Path) -> str:
@@ -40,34 +29,33 @@ def export_hugging_face(
     folder: Path,
     *,
     tokenizer: Any,
-    options: ExportOptions,
+    hf_format: str,
+    dtype: torch.dtype,
     ranks: Ranks,
-    files: Files | None = None,
+    files: Files,
+    facts: TrainingFacts | None = None,
 ) -> str:
     """Write everything AutoModel needs into `folder`; return the model type. Collective over the whole world.
 
-    The weights are given to `files`, to be written and checked when these are completed; without them that is done
-    when this returns.
+    hf_format  as of --hf_format
+    dtype      of all weights, taken from the float32 master copies
+    facts      of the training, for a model card; without them none is written
+
+    The weights are given to `files`, to be written and checked when these are completed.
 
     ValueError where --hf_format names a type that cannot express the model; see `write_weights` for what else.
     """
     config = engine.model.config
-    model_type = choose_type(config, hf_format=options.hf_format)
-    tokens = SpecialTokens(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    model_type = choose_type(config, hf_format=hf_format)
 
     def write_small_files() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        dtype = str(options.dtype).removeprefix("torch.")
-        values = config_dict(config, model_type=model_type, dtype=dtype, tokens=tokens)
-        write_config_files(folder, values=values, tokens=tokens)
+        values = config_dict(config, model_type=model_type, dtype=str(dtype).removeprefix("torch."))
+        write_config_files(folder, values=values)
         tokenizer.save_pretrained(folder)
-        if options.facts is not None:
-            (folder / CARD_NAME).write_text(model_card(values, facts=options.facts), encoding="utf-8")
+        if facts is not None:
+            (folder / CARD_NAME).write_text(model_card(values, facts=facts), encoding="utf-8")
 
     on_first(write_small_files, ranks=ranks)
-    sink = Files() if files is None else files
-    dtype = options.dtype
-    write_weights(folder, model=engine.model, mesh=engine.mesh, model_type=model_type, dtype=dtype, files=sink)
-    if files is None:
-        complete(sink, ranks=ranks)
+    write_weights(folder, model=engine.model, mesh=engine.mesh, model_type=model_type, dtype=dtype, files=files)
     return model_type

@@ -70,7 +70,7 @@ def save_finetuned(model: Any, folder: Path | str) -> None:
 
         wanted = get_peft_model_state_dict(model, state_dict=state)
     needed = {id(tensor) for tensor in wanted.values()}
-    shapes = {name: tuple(_shape(tensor)) for name, tensor in wanted.items()}
+    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in wanted.items()}
     ranks = TorchRanks() if dist.is_initialized() else OneRank()
     whole = {}
     for name, tensor in state.items():
@@ -109,10 +109,6 @@ def check_saved(folder: Path | str, *, shapes: Mapping[str, tuple[int, ...]] | N
 def _finds(end: str, names: set[str]) -> bool:
     """Return whether peft finds the target: as a whole name, or as the end of one after a dot."""
     return any(name == end or name.endswith(f".{end}") for name in names)
-
-
-def _shape(tensor: Tensor) -> Sequence[int]:
-    return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def _whole(tensor: Tensor) -> Tensor:

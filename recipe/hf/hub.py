@@ -5,7 +5,7 @@ meeting the others meanwhile.
 """
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,11 @@ from recipe.shared.ranks import Ranks
 from recipe.shared.together import on_every, on_first, run_in_steps
 
 # Configurations, weights and tokenizers; never pickles, whatever else a repository has.
-ALLOWED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-LEFT_OUT = ("*/*", "consolidated*")  # other formats' folders, and the same weights once more under other names
+# Other formats' folders are left out, and the same weights once more under other names.
+DOWNLOADED: Mapping[str, Any] = {
+    "allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"],
+    "ignore_patterns": ["*/*", "consolidated*"],
+}
 # Of an earlier push, which may have had other files: a reader opens a single file of weights before an index of many.
 REPLACED = ("*.safetensors", "*.safetensors.index.json", "*.py", "*.jinja")
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN, with a token that may write"
@@ -61,9 +64,7 @@ def _fetch(model: HubModel, files: Sequence[str]) -> None:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(
-            model.name, revision=model.revision, allow_patterns=list(ALLOWED), ignore_patterns=list(LEFT_OUT)
-        )
+        folder = snapshot_download(model.name, revision=model.revision, **DOWNLOADED)
     except hub_errors() as error:
         raise ValueError(explain(error, model=model, wanted="weights")) from error
     missing = _missing(Path(folder), files)
@@ -76,7 +77,7 @@ def _files_of(model: HubModel) -> list[str]:
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
     names = sorted(path.name for path in fetch_config(model).parent.iterdir() if path.is_file())
-    return list(filter_repo_objects(names, allow_patterns=list(ALLOWED), ignore_patterns=list(LEFT_OUT)))
+    return list(filter_repo_objects(names, **DOWNLOADED))
 
 
 def _lacking(model: HubModel, files: Sequence[str]) -> list[str]:

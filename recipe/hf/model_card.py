@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from huggingface_hub import ModelCardData
 
 from recipe.settings.flags import Arguments
 
 CARD_NAME = "README.md"
-LIBRARY, TAGS = "transformers", ("mixture-of-experts", "gather-moe")
 
 
 class TrainingFacts(NamedTuple):
@@ -32,7 +31,6 @@ def model_card(config: Mapping[str, Any], *, facts: TrainingFacts) -> str:
     Front matter as the hub reads it (license, base model and data set only where known), then text.
     """
     arguments = facts.arguments
-    front = yaml.safe_dump(_front_matter(arguments), sort_keys=False, allow_unicode=True)
     title = arguments.hub_model_id or Path(arguments.output_dir or "model").resolve().name
     native = "auto_map" in config
     # The tokenizer's class is found by way of the configuration, whose code has to be trusted, too.
@@ -45,7 +43,7 @@ model = AutoModelForCausalLM.from_pretrained(name{trust})
 tokenizer = AutoTokenizer.from_pretrained(name{trust})
 ```"""
     paragraphs = [
-        f"---\n{front}---",
+        f"---\n{_front_matter(arguments)}\n---",
         f"# {title}",
         f"{_kind(config)}, of type `{config['model_type']}`, with weights in {config['dtype']}.",
         _origin(arguments),
@@ -59,17 +57,18 @@ tokenizer = AutoTokenizer.from_pretrained(name{trust})
     return "\n\n".join(filter(None, paragraphs)) + "\n"
 
 
-def _front_matter(arguments: Arguments) -> dict[str, Any]:
-    a = arguments
-    values = {
-        "license": a.license,
-        "library_name": LIBRARY,
-        "pipeline_tag": "text-generation",
-        "tags": list(TAGS),
-        "base_model": _hub_name(a.model_name_or_path, arguments=a),
-        "datasets": [a.dataset_name] if _hub_name(a.dataset_name, arguments=a) else None,
-    }
-    return {key: value for key, value in values.items() if value is not None}
+def _front_matter(arguments: Arguments) -> str:
+    """Return in YAML what the hub reads of a card; what is not known is left out."""
+    data_set = _hub_name(arguments.dataset_name, arguments=arguments)
+    data = ModelCardData(
+        license=arguments.license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["mixture-of-experts", "gather-moe"],
+        base_model=_hub_name(arguments.model_name_or_path, arguments=arguments),
+        datasets=None if data_set is None else [data_set],
+    )
+    return data.to_yaml()
 
 
 def _kind(config: Mapping[str, Any]) -> str:

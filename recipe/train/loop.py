@@ -18,7 +18,7 @@ from recipe.checkpoint.native import check_replicas, save_native
 from recipe.data.batches import check_batches, evaluation_batches
 from recipe.data.loader import LoaderOptions, Step, StepLoader
 from recipe.engine.engine import Engine
-from recipe.hf.export import FOLDER, ExportOptions, export_hugging_face
+from recipe.hf.export import FOLDER, export_hugging_face
 from recipe.hf.model_card import TrainingFacts
 from recipe.launch.processes import find_deepspeed_command
 from recipe.launch.stop import StopSignal
@@ -269,14 +269,15 @@ class TrainingLoop:
         # Whoever fails here must not leave the others in the export's collectives.
         on_every(write, ranks=run.ranks)
         if with_hf:
-            dtype = pick_dtype(run.arguments.hf_dtype, precision=run.settings.precision)
             export_hugging_face(
                 self._engine,
                 folder / FOLDER,
                 tokenizer=run.data.tokenizer,
-                options=ExportOptions(run.arguments.hf_format, dtype, facts=self._facts()),
+                hf_format=run.arguments.hf_format,
+                dtype=pick_dtype(run.arguments.hf_dtype, precision=run.settings.precision),
                 ranks=run.ranks,
                 files=files,
+                facts=self._facts(),
             )
 
     def _facts(self) -> TrainingFacts:

@@ -27,7 +27,7 @@ from recipe.data.options import option_faults
 from recipe.data.prepare import PreparedData, prepare_data
 from recipe.engine.engine import Engine, build_optimizer, freeze_parameters
 from recipe.engine.graphs import CudaCapture, install_graphs
-from recipe.hf.config import choose_type
+from recipe.hf.config import TOKEN_IDS, choose_type
 from recipe.hf.hub import claim_repository, fetch_model
 from recipe.hf.load import ExpertNoise, load_weights
 from recipe.launch.start import World, compute_capability
@@ -250,11 +250,7 @@ def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
             f"use --config_overrides vocab_size={vocab_size} for a fresh model, or the tokenizer the model was "
             "trained with"
         )
-    tokens = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    tokens = {name: getattr(tokenizer, name) for name in TOKEN_IDS}
     return model_config(arguments, model={**request.model, **tokens})
 
 

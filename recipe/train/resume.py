@@ -15,6 +15,7 @@ from recipe.checkpoint.expert_counts import ExpertCounter, ExpertCounts, read_ex
 from recipe.checkpoint.find import Checkpoint
 from recipe.checkpoint.folders import step_folder
 from recipe.engine.engine import Engine
+from recipe.hf.config import TOKEN_IDS
 from recipe.shared.together import on_first
 from recipe.train.metrics import StepMeter, merge_meters
 from recipe.train.placement import place_by_counts
@@ -23,8 +24,6 @@ from recipe.train.prepare import Run
 # Details of a checkpoint in which a run may differ from the one that saved it: how far it is and is to go, which rank
 # holds what, and in which form it is stored. Differences that change the numbers of further steps are said.
 FREE_ON_RESUME = ("position", "tokens", "max_steps", "optimizer", "sequences_per_step", "format", *LAYOUT)
-# Beside the model's settings and losses; all else in its configuration says nothing about the function it computes.
-TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(kw_only=True)
@@ -104,6 +103,7 @@ def _merged_state(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
 def checkpoint_details(run: Run, *, position: int) -> dict[str, Any]:
     """Return what is stored with a checkpoint, and compared on resume but for FREE_ON_RESUME."""
     layout, settings = run.mesh.layout, run.settings
+    # All else in the model's configuration says nothing about the function it computes.
     model = {name: getattr(run.config, name) for name in (*DEFAULTS, *LOSS_SETTINGS, *TOKEN_IDS)}
     return {
         "position": position,

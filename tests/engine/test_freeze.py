@@ -1,7 +1,6 @@
 """--freeze_parameters: what is frozen stays as it was, is exported, checked and saved, and the rest trains."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,8 +28,8 @@ from tests.referee import (
     assert_all_match,
     full_state,
     mixed_config,
+    our_model,
     random_batch,
-    referee_model,
     referee_run,
     tiny_config,
 )
@@ -41,19 +40,15 @@ LOWEST = (ROUTER, "embed_tokens", r"layers\.0\.")  # nothing below the second bl
 AUXILIARY = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}
 
 
-def model_of(config: Any) -> Any:
-    return referee_model(config, full_state(config), own=True)
-
-
 @pytest.mark.requirement("R-FT-06")
 def test_a_pattern_without_a_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'mlp.router' is found in none of the 21 parameters' names, .* like model\."):
-        freeze_parameters(model_of(tiny_config()), ["lm_head", "mlp.router"])
+        freeze_parameters(our_model(tiny_config()), ["lm_head", "mlp.router"])
     with pytest.raises(ValueError, match=r"'\(' is not a regular expression: missing \)"):
-        freeze_parameters(model_of(tiny_config()), ["("])
+        freeze_parameters(our_model(tiny_config()), ["("])
     tied = r"'lm_head' is found in lm_head\.weight alone, which is tied to the embedding"
     with pytest.raises(ValueError, match=tied):
-        freeze_parameters(model_of(tiny_config(tie_word_embeddings=True)), ["lm_head"])
+        freeze_parameters(our_model(tiny_config(tie_word_embeddings=True)), ["lm_head"])
 
 
 @pytest.mark.requirement("R-FT-06")
@@ -71,7 +66,7 @@ def test_the_flag_is_checked_before_anything_starts(tmp_path: Path) -> None:
 def test_the_balance_loss_reaches_what_is_below_a_frozen_router() -> None:
     gradients = []
     for coefficient in (0.0, 0.5):
-        model = model_of(mixed_config(router_aux_loss_coef=coefficient))
+        model = our_model(mixed_config(router_aux_loss_coef=coefficient))
         freeze_parameters(model, [ROUTER])
         ids = random_batch().ids
         out = model(input_ids=ids, labels=ids)
@@ -131,7 +126,7 @@ def test_what_is_frozen_stays_and_the_rest_trains(case: Case, patterns: tuple[st
     assert want.curves.norms[0] > CLIPPED.max_grad_norm
     torch.testing.assert_close(by_rank[0][0], want.curves.norms, atol=FP32_ATOL, rtol=0)
     assert_all_match(got, want.weights)
-    model = model_of(config)
+    model = our_model(config)
     freeze_parameters(model, patterns)
     for name, parameter in model.named_parameters():
         assert torch.equal(got[name], before[name]) != parameter.requires_grad, name

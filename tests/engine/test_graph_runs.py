@@ -12,9 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling.attention import AttentionInputs, eager_attention, rotary_tables
 from modeling.decoder import OwnTokens
 from modeling.execution import Execution
 from modeling.init import build_model
@@ -22,13 +20,12 @@ from modeling.mesh import one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from recipe.engine.graphs import install_graphs
 from tests.emulated_graphs import EmulatedCapture
-from tests.exports import read_export
+from tests.exports import MODELING, files_with_imports, read_export
 from tests.ranks import run_ranks
 from tests.referee import mixed_config
-from tests.states import ignore
+from tests.states import assert_same, ignore
+from tests.static_shapes import plain_inputs
 from tests.training import WORDS, Flags, read_metrics, write_inputs
-
-ROOT = Path(__file__).parents[2]
 
 
 def _train(rank: int, world_size: int, flags: Flags, graphs: bool) -> int:
@@ -75,10 +72,8 @@ def test_a_run_saves_the_same_names_and_numbers(
     folders = (plain["output_dir"], tmp_path)
     assert losses(folders[0]) == losses(folders[1])
     want, got = (read_export(folder / "checkpoints" / "latest" / "hf") for folder in folders)
-    assert got.keys() == want.keys()
+    assert_same(got, want)
     assert not [name for name in got if "_orig_mod" in name or "_checkpoint" in name]
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), name
 
 
 @pytest.mark.slow
@@ -112,12 +107,10 @@ def test_names_do_not_depend_on_how_blocks_run(graphs: bool, checkpointing: bool
 
 def make_call(config: Any, *, scale: float) -> dict[str, Any]:
     """What a block of one process is called with."""
-    tables = rotary_tables(config, torch.arange(8)[None], dtype=torch.bfloat16)
-    function = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention)
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(3)).abs() * scale
     return {
         "hidden_states": x.bfloat16().requires_grad_(),
-        "inputs": AttentionInputs(tables, None, None, function, "sdpa", None, {}),
+        "inputs": plain_inputs(config, block_size=8, dtype=torch.bfloat16),
         "tokens": OwnTokens(2, torch.arange(16) // 8, torch.arange(16) > 1),
     }
 
@@ -156,39 +149,26 @@ def test_a_sparse_block_compiles_without_a_break_for_any_routing() -> None:
 
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "bincount", "argwhere"}
 # The functions that say that the host waits.
-READERS = {("experts_loop", "read_row_ends"), ("moe", "read_row_splits")}
+READERS = {("experts_loop.py", "read_row_ends"), ("moe.py", "read_row_splits")}
 
 
-def modules_of_a_block() -> set[str]:
-    """The files that modeling/decoder.py is made of, by their imports."""
-    found: set[str] = set()
-    waiting = ["decoder"]
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found.add(module)
-            tree = ast.parse((ROOT / "modeling" / f"{module}.py").read_text())
-            waiting += [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level and n.module]
-    return found
-
-
-def host_reads(module: str) -> set[tuple[str, str]]:
-    """(module, function) of every use of a method that hands a tensor's numbers to the host, or depends on them."""
+def host_reads(file: str) -> set[tuple[str, str]]:
+    """(file, function) of every use of a method that hands a tensor's numbers to the host, or depends on them."""
     found = set()
-    for place in ast.walk(ast.parse((ROOT / "modeling" / f"{module}.py").read_text())):
+    for place in ast.walk(ast.parse((MODELING / file).read_text())):
         if isinstance(place, ast.FunctionDef | ast.ClassDef):
             for node in ast.walk(place):
                 if isinstance(node, ast.Attribute) and node.attr in HOST_READS:
-                    found.add((module, place.name))
+                    found.add((file, place.name))
     return found
 
 
 @pytest.mark.requirement("R-GRAPH-02")
 def test_no_other_code_of_a_block_reads_numbers_on_the_host() -> None:
     """Beside the dispatch-mode test of what runs, this finds what would only run in other settings."""
-    modules = modules_of_a_block()
-    assert {"attention", "router", "moe", "experts", "comm"} < modules
-    assert set().union(*(host_reads(module) for module in modules)) == READERS
+    files = files_with_imports("decoder.py")
+    assert {"attention.py", "router.py", "moe.py", "experts.py", "comm.py"} < files
+    assert set().union(*map(host_reads, files)) == READERS
 
 
 @pytest.mark.requirement("R-GRAPH-02")

@@ -16,7 +16,7 @@ from modeling.decoder import OwnTokens
 from modeling.model import GatherMoeForCausalLM
 from recipe.engine.graphs import MAX_KEYS, Buffers, install_graphs, read_by_host, take_apart
 from tests.emulated_graphs import EmulatedCapture
-from tests.referee import full_state, mixed_config, split_options
+from tests.referee import mixed_config, our_model, split_options
 
 NUM_LAYERS, NUM_STEPS = 3, 3
 MAX_OUTPUTS = 5  # of a block, which has more weights than that
@@ -33,10 +33,7 @@ class Trained(NamedTuple):
 
 def make_model(**changes: Any) -> GatherMoeForCausalLM:
     options, execution = split_options({"experts_backend": "grouped", "router_aux_loss_coef": 0.01} | changes)
-    config = mixed_config(**options)
-    model = GatherMoeForCausalLM(config, execution=execution)
-    model.load_state_dict(full_state(config))
-    return model.train()
+    return our_model(mixed_config(**options), execution=execution)
 
 
 def graphed_model(**changes: Any) -> tuple[GatherMoeForCausalLM, EmulatedCapture]:

@@ -1,6 +1,5 @@
 """Checkpoints as Hugging Face folders: every layout and stage writes the same, complete, loadable model."""
 
-import ast
 import ctypes
 import json
 import re
@@ -14,12 +13,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling.config import GatherMoeConfig
 from modeling.hf_keys import file_tensors
+from recipe.hf.config import choose_type
 from recipe.hf.export import opening_code
 from tests.clean_process import run_clean
 from tests.engine_runs import Case, accumulate, make_mesh, slow, start_engine
-from tests.exports import CONFIGS, export, export_engine, open_in_clean_process, read_export, run_export, sample_ids
+from tests.exports import (
+    CONFIGS,
+    MODELING,
+    export,
+    export_engine,
+    files_with_imports,
+    open_in_clean_process,
+    read_export,
+    run_export,
+    sample_ids,
+)
 from tests.hub_samples import save_tokenizer
-from tests.ranks import RankError, run_ranks, with_libraries
+from tests.ranks import run_ranks, with_libraries
 from tests.referee import (
     FP32_ATOL,
     LOGITS_ATOL,
@@ -34,7 +44,7 @@ from tests.referee import (
 from tests.states import assert_same
 from tests.training import train_on_ranks, write_ds_config, write_inputs
 
-MODELING = Path(__file__).parents[2] / "modeling"
+NEEDED_CODE = files_with_imports("config.py", "model.py")  # of the two files that the Auto classes open
 CHAT = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{% endfor %}"
 OPEN_TOKENIZER = """
 import json, sys
@@ -67,7 +77,7 @@ def test_automodel_opens_every_type_in_a_clean_process(name: str, tmp_path: Path
     assert opening_code(folder).endswith(", trust_remote_code=True)") == (name == "gather_moe")
     assert (config["model_type"], config["vocab_size"], config["dtype"]) == (name, 51, "float32")
     assert {"tokenizer_config.json", "generation_config.json"} <= {path.name for path in folder.iterdir()}
-    assert {path.name for path in folder.glob("*.py")} == (needed_code() if name == "gather_moe" else set())
+    assert {path.name for path in folder.glob("*.py")} == (NEEDED_CODE if name == "gather_moe" else set())
 
 
 @pytest.mark.slow
@@ -77,29 +87,24 @@ def test_a_native_folder_is_fine_tuned_and_saved_with_its_code_in_a_clean_proces
     run_export("gather_moe", Case(), folder)
     _, want, _ = open_in_clean_process(folder, sample_ids(), tmp_path, native=True, tuned=tuned)
     code = {path.name: path.read_bytes() for path in tuned.glob("*.py")}
-    assert code == {name: (MODELING / name).read_bytes() for name in needed_code()}
+    assert code == {name: (MODELING / name).read_bytes() for name in NEEDED_CODE}
     kind, logits, _ = open_in_clean_process(tuned, sample_ids(), tmp_path, native=True)
     assert kind == "GatherMoeForCausalLM"
     torch.testing.assert_close(logits, want)
 
 
-def needed_code() -> set[str]:
-    """The files of modeling/ that the Auto classes' two import, by whatever detour, and themselves."""
-    found: set[str] = set()
-    waiting = ["config.py", "model.py"]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            nodes = ast.walk(ast.parse((MODELING / name).read_text()))
-            waiting += [f"{node.module}.py" for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [Case(dp=2, tp=2, ep=1, stage=2), Case(dp=2, tp=2, ep=2, stage=3), Case(tp=4, ep=2)])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-@pytest.mark.requirement("R-CKPT-05", "R-CKPT-06")
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("mixtral", Case(tp=4, ep=2)),
+        slow("qwen3_moe", Case(tp=4, ep=2)),
+        *(slow(name, Case(dp=2, tp=2, ep=1, stage=2)) for name in ("mixtral", "qwen3_moe")),
+        *(slow(name, Case(dp=2, tp=2, ep=2, stage=3)) for name in ("mixtral", "qwen3_moe")),
+    ],
+    ids=str,
+)
+@pytest.mark.requirement("R-CKPT-05", "R-CKPT-06", "R-TP-05", "R-TP-06")
+@pytest.mark.requirement("R-MOE-04")
 def test_every_tensor_is_written_once_and_equal(name: str, case: Case, tmp_path: Path) -> None:
     state = run_export(name, case, tmp_path / "hf")
     want: Tensors = {}
@@ -139,19 +144,16 @@ def test_tied_tables_are_written_once_and_without_padding(tied: bool, case: Case
 
 
 @pytest.mark.slow
-def test_a_stock_type_that_cannot_say_everything_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"'mixtral' cannot express this model .* it is a 'gather_moe'"):
-        run_export("gather_moe", Case(), tmp_path / "hf", hf_format="mixtral")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.requirement("R-CKPT-06")
 def test_zero_3_saves_a_complete_model_whatever_deepspeeds_flag_says(flag: bool, tmp_path: Path) -> None:
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": flag}
     flags = write_inputs(tmp_path) | write_ds_config(tmp_path, zero_optimization=zero, parallel={"tp": 1})
     run_ranks(train_on_ranks, 2, flags | {"bf16": True, "max_steps": 1})
-    tensors = read_export(tmp_path / "run" / "checkpoints" / "latest" / "hf")
+    folder = tmp_path / "run" / "checkpoints" / "latest" / "hf"
+    tensors = read_export(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": tokenizer.eos_token_id}
     assert len(tensors) > 20
     assert all(tensor.numel() > 0 and tensor.dtype == torch.bfloat16 for tensor in tensors.values())
 
@@ -182,6 +184,32 @@ def stock_evaluation(rank: int, world_size: int, folder: Path) -> float:
     ids, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
     with torch.no_grad():
         return referee_loss(model, Batch(ids, labels, starts=[row.document_starts for row in rows])).item()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": "none", "norm_topk_prob": False},
+        {"qk_norm": "none", "clip_qkv": 1.0},
+        {"qk_norm": "none", "mlp_only_layers": [0]},
+        {"qk_norm": "head", "clip_qkv": 1.0},
+        {"qk_norm": "full", "mlp_only_layers": [0]},
+        {"qk_norm": "full", "head_dim": 16},
+        {"num_experts": 0, "num_experts_per_tok": 0},
+        {"score_function": "sigmoid"},
+        {"routed_scaling_factor": 2.5},
+        {"balance_bias_update_rate": 0.01},
+        {"router_bias": True},
+    ],
+    ids=str,
+)
+def test_what_no_stock_type_says_is_exported_as_native(changes: dict[str, Any]) -> None:
+    config = tiny_config(**changes)
+    assert choose_type(config, hf_format="auto") == "gather_moe"
+    told = rf"'mixtral' cannot express this model .*score_function='{config.score_function}', "
+    told += rf"routed_scaling_factor={config.routed_scaling_factor}, router_bias={config.router_bias}\); "
+    with pytest.raises(ValueError, match=told + "it is a 'gather_moe'"):
+        choose_type(config, hf_format="mixtral")
 
 
 def export_both(rank: int, world_size: int, config: GatherMoeConfig, state: Tensors, root: Path) -> None:
@@ -217,7 +245,7 @@ def test_an_export_has_the_precision_asked_for_and_float32_is_the_masters(tmp_pa
 
 def export_with_tokenizer(rank: int, world_size: int, root: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
-    config = tiny_config(vocab_size=257)
+    config = tiny_config(vocab_size=257, eos_token_id=0)
     engine = start_engine(config, full_state(config), Case())
     for hf_format in ("native", "auto"):
         export_engine(engine, root / hf_format, hf_format=hf_format, tokenizer=tokenizer)

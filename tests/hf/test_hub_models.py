@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, constants, errors
 
-from recipe.hf.hub import ALLOWED, LEFT_OUT, fetch_model
+from recipe.hf.hub import DOWNLOADED, fetch_model
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model
 from recipe.settings.model_source import HubModel, explain, is_on_hub
@@ -116,8 +116,7 @@ def test_a_download_takes_no_pickles_and_no_second_copy() -> None:
     wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"]
     wanted += ["chat_template.jinja", "merges.txt", "generation_config.json"]
     others = ["pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "model.pt", "README.md"]
-    patterns = {"allow_patterns": list(ALLOWED), "ignore_patterns": list(LEFT_OUT)}
-    assert list(filter_repo_objects(wanted + others, **patterns)) == wanted
+    assert list(filter_repo_objects(wanted + others, **DOWNLOADED)) == wanted
 
 
 def test_a_cache_without_weights_and_a_repository_without_safetensors(

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, constants, errors
 from huggingface_hub.utils import filter_repo_objects
 
 from modeling.config import GatherMoeConfig
-from recipe.hf.config import SpecialTokens, config_dict
+from recipe.hf.config import config_dict
 from recipe.hf.hub import claim_repository, push_to_hub
 from recipe.hf.model_card import TrainingFacts, model_card
 from recipe.settings.arguments import parse_arguments
@@ -160,8 +160,7 @@ def test_flags_of_the_hub_that_do_not_fit(words: list[str], fault: str) -> None:
 
 
 def values_of(config: GatherMoeConfig | None = None, *, kind: str = "mixtral") -> dict[str, Any]:
-    tokens = SpecialTokens(None, 1, None)
-    return config_dict(config or tiny_config(), model_type=kind, dtype="bfloat16", tokens=tokens)
+    return config_dict(config or tiny_config(), model_type=kind, dtype="bfloat16")
 
 
 def card_of(config: GatherMoeConfig | None = None, *, kind: str = "mixtral", **arguments: Any) -> ModelCard:

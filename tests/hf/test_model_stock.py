@@ -14,7 +14,16 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from modeling.config import GatherMoeConfig
 from modeling.model import GatherMoeForCausalLM, GatherMoeModel
 from modeling.spec import stock_type
-from tests.referee import FP32_ATOL, assert_all_match, full_state, mixed_config, referee_model, tiny_config
+from tests.referee import (
+    FP32_ATOL,
+    assert_all_match,
+    full_state,
+    mixed_config,
+    our_model,
+    random_batch,
+    referee_model,
+    tiny_config,
+)
 
 CONFIGS: dict[str, tuple[str, Any]] = {
     "mixtral": ("mixtral", lambda: tiny_config(qk_norm="none")),
@@ -51,10 +60,7 @@ class Pair:
 
 
 def ids_and_labels() -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(0))
-    labels = ids.clone()
-    labels[0, 4:9] = -100
-    return ids, labels
+    return random_batch(num_sequences=3)[:2]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -186,26 +192,15 @@ IDS = torch.arange(24).view(2, 12)
 
 
 def model_of(name: str) -> GatherMoeForCausalLM:
-    config = FOLDER_CONFIGS[name]()
-    model = GatherMoeForCausalLM(config)
-    model.load_state_dict(full_state(config), strict=not config.tie_word_embeddings)
-    model.tie_weights()
-    return model.eval()
-
-
-def test_auto_classes_know_the_model() -> None:
-    values = FOLDER_CONFIGS["tiny"]().to_dict()
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    assert type(config) is GatherMoeConfig
-    assert type(AutoModelForCausalLM.from_config(config)) is GatherMoeForCausalLM
-    assert type(AutoModel.from_config(config)) is GatherMoeModel
+    return our_model(FOLDER_CONFIGS[name]()).eval()
 
 
 @EVERY_FOLDER
 @pytest.mark.requirement("R-CKPT-13")
-def test_a_saved_model_comes_back_bitwise(name: str, tmp_path: Path) -> None:
+def test_a_saved_model_comes_back_bitwise_by_the_auto_classes(name: str, tmp_path: Path) -> None:
     model = model_of(name)
     model.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is GatherMoeConfig
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is GatherMoeForCausalLM
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
@@ -260,17 +255,21 @@ def test_defaults_of_the_configuration_follow_from_its_sizes() -> None:
     assert GatherMoeConfig(num_hidden_layers=2).sizes.intermediate_size == 0
 
 
-@pytest.mark.parametrize("name", ["tiny", "dense first, head norms"])
-def test_fresh_weights_are_drawn_for_every_parameter(name: str) -> None:
+@pytest.mark.parametrize("lacking", [False, True], ids=["new", "of a folder without them"])
+def test_fresh_weights_are_drawn_for_every_parameter(lacking: bool) -> None:
     """Through transformers' own initialiser, which meets modules it does not know."""
-    config = FOLDER_CONFIGS[name]()
+    config = mixed_config(router_bias=True)
     torch.manual_seed(0)
-    model = GatherMoeForCausalLM(config)
+    if lacking:
+        model = GatherMoeForCausalLM.from_pretrained(None, config=config, state_dict={})
+    else:
+        model = GatherMoeForCausalLM(config)
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
             assert torch.equal(parameter, torch.ones_like(parameter)), key
         else:
             assert parameter.std().item() == pytest.approx(config.initializer_range, rel=0.2), key
+    assert all(not buffer.any() for buffer in model.buffers())
     experts = model.model.layers[1].mlp.experts.gate_up_proj
     assert not torch.equal(experts[0], experts[1])
 

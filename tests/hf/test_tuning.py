@@ -171,7 +171,7 @@ def test_an_adapter_is_saved_whole_under_zero_3(name: str, exported: Exported, t
     assert_all_match(got, want)
 
 
-PAD, VOCAB, ADDED = 0, 51, 3
+VOCAB, ADDED = 51, 3
 
 
 @pytest.mark.slow
@@ -315,53 +315,6 @@ def test_trainer_under_zero_3(flag: bool | None, exported: Exported, tmp_path: P
     assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in start.items()}
     assert not any(torch.equal(tensor, start[key]) for key, tensor in ours.items())
     assert_all_match(theirs, ours, atol=0)
-
-
-def counting(first: int, stride: int, *, length: int) -> list[int]:
-    """Tokens 1 to 50 in steps of a stride, around and around: two of them say how it goes on."""
-    return [(first + stride * i) % (VOCAB - 1) + 1 for i in range(length)]
-
-
-def trained(folder: Path) -> Any:
-    """The folder's model after some steps of learning to count."""
-    generator = torch.Generator().manual_seed(0)
-    model = open_model(folder).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(60):
-        draws = torch.randint(0, 50, (16, 2), generator=generator).tolist()
-        batch = torch.tensor([counting(first, stride % 3 + 1, length=20) for first, stride in draws])
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.generation_config.eos_token_id = None
-    return model.eval()
-
-
-def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
-    """Input ids and attention mask with the padding on the left."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.requirement("R-FT-03")
-def test_left_padding_changes_no_token(name: str, exported: Exported) -> None:
-    model = trained(exported(name))
-    prompts = [counting(4, 1, length=2), counting(30, 2, length=9), counting(17, 3, length=5)]
-    batch = padded(prompts)
-    for use_cache in (True, False):
-        options = {"max_new_tokens": 10, "do_sample": False, "use_cache": use_cache, "pad_token_id": PAD}
-        together = model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :].tolist()
-        alone = [model.generate(**padded([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
-        assert together == alone
-        assert all(len(set(tokens)) > 3 for tokens in alone), "the model has not learnt to say different things"
-    logits = model(**batch).logits
-    for row, prompt in enumerate(prompts):
-        want = model(input_ids=torch.tensor([prompt])).logits[0]
-        torch.testing.assert_close(logits[row, -len(prompt) :], want, atol=LOGITS_ATOL, rtol=0)
 
 
 class Growth(NamedTuple):

@@ -16,6 +16,7 @@ from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model
 from tests.engine_runs import Case, accumulate, ds_config, join_shards, make_mesh, optimizer_for, slow
+from tests.exports import load_folder
 from tests.hub_samples import make_model
 from tests.ranks import run_ranks
 from tests.referee import FP32_ATOL, PLAIN, Batch, random_batch, referee_loss
@@ -52,14 +53,8 @@ def faults_of(folder: Path, **flags: Any) -> list[str]:
 
 
 def start_upcycled(kwargs: dict[str, Any], folder: Path, case: Case, noise_std: float) -> Any:
-    """A model on this rank with its part of the folder's weights, and the bytes it read."""
-    from modeling.init import build_model
-    from recipe.hf.load import ExpertNoise, load_weights
-
     config = GatherMoeConfig(**kwargs, router_aux_loss_coef=0.0)
-    mesh = make_mesh(config, case)
-    model = build_model(config, mesh=mesh, seed=3)
-    return model, load_weights(model, config=config, mesh=mesh, folder=folder, noise=ExpertNoise(noise_std, 3))
+    return load_folder(config, folder, make_mesh(config, case), noise_std=noise_std)
 
 
 def first_losses(rank: int, world_size: int, folders: dict[str, Any], case: Case, batch: Batch) -> dict[str, Any]:

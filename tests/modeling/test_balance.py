@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modeling.auxiliary import auxiliary_losses, counts_so_far
-from modeling.router import RouterStatistics, route, router_statistics
+from modeling.router import route, router_statistics
 from tests.engine_runs import Case, train
 from tests.ranks import run_ranks
 from tests.referee import (
@@ -98,22 +98,6 @@ def test_the_global_batch_has_the_frequencies_of_all_and_the_probabilities_of_th
     torch.testing.assert_close(grad, want_grad)
     alone = auxiliary_losses([layer], num_active=2, scope="micro_batch").balance_L[0]
     assert not torch.allclose(got, alone)
-
-
-def test_the_two_scopes_differ_and_only_sequences_add_up() -> None:
-    logits = torch.randn(16, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    both = statistics(logits, num_active=2, num_sequences=2)
-    halves = [statistics(half, num_active=2) for half in logits.chunk(2)]
-    for scope, adds_up in (("sequence", True), ("micro_batch", False)):
-        whole = auxiliary_losses([both], num_active=2, scope=scope).balance_L
-        parts = [auxiliary_losses([half], num_active=2, scope=scope).balance_L for half in halves]
-        assert torch.allclose(whole, parts[0] + parts[1]) == adds_up
-
-
-def test_even_routing_has_the_least_balance_loss() -> None:
-    statistic = RouterStatistics(torch.full((1, 4), 8.0), torch.full((1, 4), 4.0), *[torch.zeros(1)] * 3)
-    losses = auxiliary_losses([statistic], num_active=2, scope="sequence")
-    assert losses.balance_L.item() == 16 * 2  # tokens times A: f adds to A
 
 
 def test_a_sequence_of_padding_has_no_auxiliary_loss() -> None:

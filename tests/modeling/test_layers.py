@@ -12,11 +12,9 @@ from modeling.layout import ParallelLayout
 from modeling.linear import Linear, linear
 from modeling.mesh import build_mesh, one_rank_mesh
 from modeling.norm import rms_norm
-from modeling.spec import stock_type
 from modeling.vocabulary import VocabularyEmbedding, VocabularyHead
 from tests.engine_runs import mesh_without_groups
 from tests.ranks import run_ranks
-from tests.referee import tiny_config
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -122,20 +120,3 @@ def test_the_mesh_numbers_ranks_group_by_group() -> None:
         assert found["dp=2 tp=2 ep=1 etp=2"] == ([twins, dp_pair, None], pair, rank % 2, 0, False, dp_pair)
         assert found["dp=1 tp=4 ep=2 etp=2"] == ([everyone, [rank], twins], 0, rank, pair, False, [rank])
         assert found["dp=4 tp=1 ep=1 etp=1"] == ([[rank], everyone, None], rank, 0, 0, True, everyone)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"qk_norm": "none", "norm_topk_prob": False},
-        {"qk_norm": "none", "clip_qkv": 1.0},
-        {"qk_norm": "none", "mlp_only_layers": [0]},
-        {"qk_norm": "head", "clip_qkv": 1.0},
-        {"qk_norm": "full", "mlp_only_layers": [0]},
-        {"qk_norm": "full", "head_dim": 16},
-        {"num_experts": 0, "num_experts_per_tok": 0},
-    ],
-    ids=str,
-)
-def test_what_no_stock_model_says_is_our_own_type(changes: dict[str, Any]) -> None:
-    assert stock_type(tiny_config(**changes)) == "gather_moe"

@@ -12,7 +12,6 @@ from modeling.layout import (
     allowed_ep,
     allowed_tp,
     check_layout,
-    divisors,
     fitting_layouts,
     kv_heads_fit,
     layout_faults,
@@ -153,14 +152,6 @@ def test_dense_models_have_no_expert_rules() -> None:
     layout = ParallelLayout(tp=4, ep=4)
     assert layout_faults(request(layout, sizes=NO_EXPERTS, row_alignment=7)) == []
     assert allowed_ep(NO_EXPERTS, 4) == [1, 2, 4]
-
-
-def test_layouts_count_and_name_their_parts() -> None:
-    layout = ParallelLayout(dp=3, tp=4, ep=2)
-    assert (layout.etp, layout.world_size) == (2, 12)
-    assert str(layout) == "dp=3 tp=4 ep=2 etp=2"
-    assert DENSE_FIRST.num_moe_layers == 1
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
 def test_kv_heads_are_split_or_replicated_whole() -> None:

@@ -1,4 +1,4 @@
-"""Generation from padded prompts, and what else users of transformers do with a language model."""
+"""Generation from padded prompts, with models of every type, and what else users of transformers do with one."""
 
 import warnings
 from collections.abc import Callable
@@ -12,16 +12,19 @@ from transformers.cache_utils import DynamicCache
 
 from modeling.execution import Execution
 from modeling.model import GatherMoeForCausalLM
-from tests.referee import mixed_config, our_model, tiny_config
+from tests.engine_runs import slow
+from tests.exports import CONFIGS
+from tests.referee import FP32_ATOL, LOGITS_ATOL, full_state, our_model, referee_model, tiny_config
 
 SHORT, LONG, STEPS = 2, 9, 200
 PATTERN = torch.tensor([7, 3, 11, 3, 19, 23, 5, 42, 11, 30])
 
 
 @cache
-def trained_model() -> GatherMoeForCausalLM:
-    """TINY after 200 steps on a repeating pattern, so that what it generates varies."""
-    model = our_model(tiny_config(qk_norm="head"))
+def trained_model(kind: str = "tiny") -> Any:
+    """TINY, or a model of `tests.exports`, after 200 steps on a repeating pattern, so that what it generates varies."""
+    config = tiny_config(qk_norm="head") if kind == "tiny" else CONFIGS[kind]()
+    model: Any = referee_model(config, full_state(config), own=kind == "tiny")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -30,7 +33,6 @@ def trained_model() -> GatherMoeForCausalLM:
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-    assert isinstance(model, GatherMoeForCausalLM)
     return model.eval()
 
 
@@ -44,11 +46,17 @@ def prompts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return long, short, batch, mask
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+EVERY_KIND = pytest.mark.parametrize(
+    ("kind", "attention"),
+    [("tiny", "sdpa"), ("tiny", "eager"), *(slow(kind, "sdpa") for kind in CONFIGS)],
+)
+
+
+@EVERY_KIND
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.requirement("R-FT-03")
-def test_left_padded_prompts_generate_what_they_generate_alone(use_cache: bool, attention: str) -> None:
-    model = trained_model()
+def test_left_padded_prompts_generate_what_they_generate_alone(kind: str, use_cache: bool, attention: str) -> None:
+    model = trained_model(kind)
     model.config._attn_implementation = attention
     long, short, batch, mask = prompts()
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "use_cache": use_cache, "pad_token_id": 7}
@@ -59,18 +67,18 @@ def test_left_padded_prompts_generate_what_they_generate_alone(use_cache: bool, 
         assert len(set(alone[0].tolist())) > 4  # else the test would say little
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@EVERY_KIND
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.requirement("R-FT-03")
-def test_left_padded_logits_are_those_without_padding(positions: bool, attention: str) -> None:
-    model = trained_model()
+def test_left_padded_logits_are_those_without_padding(kind: str, positions: bool, attention: str) -> None:
+    model = trained_model(kind)
     model.config._attn_implementation = attention
     _, short, batch, mask = prompts()
     options = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
     with torch.no_grad():
         got = model(input_ids=batch, attention_mask=mask, **options).logits[1, -SHORT:]
         want = model(input_ids=short).logits[0]
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got, want, atol=FP32_ATOL if kind == "tiny" else LOGITS_ATOL, rtol=0)
 
 
 def test_the_token_used_for_padding_is_trained_where_it_is_real() -> None:
@@ -138,17 +146,6 @@ def test_a_cache_under_its_older_name_is_used(part: Callable[[GatherMoeForCausal
             warnings.simplefilter("error")
             got = model(prompt[:, -2:], cache=cache)[0]
     torch.testing.assert_close(got, want)
-
-
-def test_weights_that_a_folder_lacks_start_as_a_new_models_do() -> None:
-    config = mixed_config(router_bias=True)
-    model = GatherMoeForCausalLM.from_pretrained(None, config=config, state_dict={})
-    for name, weight in model.named_parameters():
-        if "norm" in name:
-            assert torch.equal(weight, torch.ones_like(weight)), name
-        else:
-            assert 0.8 < weight.std().item() / config.initializer_range < 1.2, name
-    assert all(not buffer.any() for buffer in model.buffers())
 
 
 def test_only_a_model_with_router_biases_asks_for_them_in_float32() -> None:

@@ -1,21 +1,16 @@
 """Mixture of experts: what users of other trainers found wrong, beside what test_parity.py holds to one process."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling import experts
-from modeling.comm import ScatterInChunks
 from modeling.config import GatherMoeConfig
 from modeling.execution import Execution
 from modeling.mesh import ParallelMesh, one_rank_mesh
-from modeling.moe import GatherMoeSparseBlock
 from modeling.router import GatherMoeRouter, Routing
 from tests.engine_runs import (
     Case,
@@ -30,7 +25,6 @@ from tests.engine_runs import (
     train,
     weight_shards,
 )
-from tests.exports import export_engine, read_export
 from tests.ranks import run_ranks
 from tests.referee import (
     Batch,
@@ -44,7 +38,6 @@ from tests.referee import (
     referee_run,
     tiny_config,
 )
-from tests.resolving import faults_of
 
 WEIGHTS, ROWS = Execution(strategy="gather_weights"), Execution(strategy="all_to_all")
 
@@ -130,50 +123,6 @@ def test_every_parameter_takes_part_in_an_order_that_routing_does_not_change() -
     orders = run_ranks(_order_of_gradients, 2, config, state, batch, Case(dp=2))
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == sorted(state)
-
-
-def numbered_experts(config: GatherMoeConfig) -> Tensors:
-    state = full_state(config)
-    for name, tensor in state.items():
-        if ".experts." in name:
-            tensor.copy_(torch.arange(1.0, 1 + config.num_experts)[:, None, None].expand_as(tensor))
-    return state
-
-
-def _save_and_resume(rank: int, world_size: int, config: Any, state: Tensors, case: Case, folder: Path) -> None:
-    """Export and save numbered experts, and load what was saved in an engine with other weights."""
-    from recipe.checkpoint.native import load_native, save_native
-
-    engine = start_engine(config, state, case)
-    export_engine(engine, folder)
-    save_native(engine, folder, rank_state={})
-    dist.barrier()
-    other = start_engine(config, full_state(config), case)
-    load_native(other, folder)
-    first = other.mesh.ep_rank * config.num_experts // case.ep
-    for name, shard in weight_shards(other).items():
-        if ".experts." in name:
-            for expert, weights in enumerate(shard, start=first):
-                assert (weights == expert + 1).all(), (name, expert)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [Case(tp=2, ep=2, stage=2), Case(tp=2, ep=1, stage=1), Case(dp=2, tp=2, ep=2, stage=3), Case(tp=4, ep=2)],
-    ids=str,
-)
-@pytest.mark.requirement("R-MOE-04")
-def test_a_checkpoint_holds_every_expert_once_and_in_its_place(case: Case, tmp_path: Path) -> None:
-    config = tiny_config()
-    run_ranks(_save_and_resume, case.num_ranks, config, numbered_experts(config), case, tmp_path)
-    found = read_export(tmp_path)
-    for layer in range(2):
-        prefix = f"model.layers.{layer}.block_sparse_moe.experts."
-        experts = {name.removeprefix(prefix): t for name, t in found.items() if name.startswith(prefix)}
-        assert sorted(experts) == [f"{expert}.{leaf}.weight" for expert in range(4) for leaf in ("w1", "w2", "w3")]
-        for name, weights in experts.items():
-            assert torch.equal(weights, torch.full((32, 32), int(name[0]) + 1.0)), name
 
 
 def _step_with_users_optimizer(
@@ -275,86 +224,6 @@ def test_the_model_declares_its_zero_3_leaves_itself() -> None:
     assert run_ranks(_leaves, 1, config, full_state(config)) == [["model.layers.0", "model.layers.1"]]
 
 
-def _block_gradients(
-    config: GatherMoeConfig, state: Tensors, x_tD: Tensor, cotangent_tD: Tensor, mesh: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one MoE block: the gradient for its input, that for the routing weights at a fixed routing, and its output."""
-    block = GatherMoeSparseBlock(config, mesh=mesh, execution=Execution())
-    model = model_with(config, state, mesh)
-    block.load_state_dict(model.model.layers[0].mlp.state_dict())
-    x_tD = x_tD.clone().requires_grad_()
-    out_tD, routing = block(x_tD)
-    (out_tD * cotangent_tD).sum().backward()
-    weights_tA = routing.weights_tA.detach().requires_grad_()
-    fixed = Routing(routing.logits_tE, routing.expert_ids_tA, weights_tA)
-    block.gate.forward = lambda *_, **__: fixed  # type: ignore[method-assign]
-    (block(x_tD.detach()).out_tD * cotangent_tD).sum().backward()
-    assert x_tD.grad is not None
-    assert weights_tA.grad is not None
-    return x_tD.grad, weights_tA.grad, out_tD.detach()
-
-
-class _OwnRows(ScatterInChunks):
-    """Keeps this rank's rows of its own gradient and drops what the other ranks found."""
-
-    def add(self, k: int, partial: Tensor) -> None:
-        self._out[self.chunks.rows(k)] = partial.chunk(self.chunks.size)[dist.get_rank(self.chunks.group)]
-
-
-def _scattered_by(scatter: type[ScatterInChunks], function: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(*args: Any) -> Any:
-        with patch.object(experts, "ScatterInChunks", scatter):
-            return function(*args)
-
-    return wrapped
-
-
-def _drop_token_gradients(broken: pytest.MonkeyPatch) -> None:
-    """In the experts' backward, not in their forward, where sums go home the same way."""
-    routing_gradient = _scattered_by(ScatterInChunks, experts._scatter_routing_gradient)
-    broken.setattr(experts, "_scatter_routing_gradient", routing_gradient)
-    broken.setattr(experts._Experts, "backward", staticmethod(_scattered_by(_OwnRows, experts._Experts.backward)))
-
-
-def _drop_routing_gradients(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(experts, "_scatter_routing_gradient", _scattered_by(_OwnRows, experts._scatter_routing_gradient))
-
-
-def _check_block_gradients(
-    rank: int, world_size: int, config: Any, state: Tensors, case: Case, break_it: Callable[[Any], None] | None
-) -> tuple[bool, bool, bool]:
-    """Whether input gradient, routing weights' gradient and output are those of a single rank."""
-    generator = torch.Generator().manual_seed(11)
-    x_TD, cotangent_TD = (torch.randn(24, 32, generator=generator) for _ in range(2))
-    want = _block_gradients(config, state, x_TD, cotangent_TD, one_rank_mesh())
-    with pytest.MonkeyPatch.context() as broken:
-        if break_it is not None:
-            break_it(broken)
-        mine = [part.chunk(world_size)[rank] for part in (x_TD, cotangent_TD)]
-        got = _block_gradients(config, state, *mine, make_mesh(config, case))
-    first, second, third = (
-        torch.allclose(a, b.chunk(world_size)[rank], atol=1e-5, rtol=0) for a, b in zip(got, want, strict=True)
-    )
-    return first, second, third
-
-
-@pytest.mark.parametrize(
-    ("ep", "break_it", "holds"),
-    [
-        (2, None, (True, True, True)),
-        (1, None, (True, True, True)),
-        (2, _drop_token_gradients, (False, True, True)),
-        (2, _drop_routing_gradients, (False, False, True)),
-    ],
-)
-@pytest.mark.requirement("R-MOE-07")
-def test_gradients_of_the_input_and_of_the_gates_match_one_rank_unless_the_other_ranks_part_is_dropped(
-    ep: int, break_it: Callable[[Any], None] | None, holds: tuple[bool, bool, bool]
-) -> None:
-    config, case = tiny_config(), Case(tp=2, ep=ep)
-    assert run_ranks(_check_block_gradients, 2, config, full_state(config), case, break_it) == [holds] * 2
-
-
 def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Case) -> int:
     checked = 0
 
@@ -396,11 +265,6 @@ def _check_routers(rank: int, world_size: int, config: Any, state: Any, case: Ca
 def test_a_bf16_engine_routes_in_float32(case: Case) -> None:
     config, case = tiny_config(), case._replace(bf16=True)
     assert run_ranks(_check_routers, 2, config, full_state(config), case) == [2, 2]
-
-
-@pytest.mark.requirement("R-MOE-10")
-def test_bf16_without_zero_is_refused() -> None:
-    assert "bf16" in faults_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}})
 
 
 def padded_batch(side: str, *, pad_id: int = 0) -> tuple[Batch, Batch, Batch]:

@@ -89,7 +89,10 @@ def test_an_implementation_that_cannot_isolate_is_refused() -> None:
     model, ids = model_with("sdpa"), block_ids()
     AttentionInterface.register("half_blind", sdpa_attention_forward)
     model.config._attn_implementation = "half_blind"
-    message = r"attn_implementation='half_blind' is not known to keep packed documents apart; choose one of \['eager'"
+    message = (
+        r"attn_implementation='half_blind' is not known to keep packed documents apart; choose one of \['eager', "
+        r"'flash_attention_2', 'flash_attention_3', 'flash_attention_4', 'flex_attention', 'sdpa'\]$"
+    )
     with pytest.raises(ValueError, match=message):
         packed_logits(model, ids)
     with pytest.raises(ValueError, match=message):

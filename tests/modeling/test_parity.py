@@ -25,8 +25,10 @@ from tests.engine_runs import (
 from tests.ranks import run_ranks
 from tests.referee import (
     CLIPPED,
+    STOCK_CONFIGS,
     Tensors,
     assert_runs_match,
+    distance,
     full_state,
     global_batch,
     mixed_config,
@@ -144,11 +146,6 @@ def test_exact_router_ties_are_broken_alike_in_every_layout(case: Case) -> None:
 
 
 NUM_BATCHES = 40  # one batch's error is noise; the mean over many is what can be compared
-IN_BF16 = {
-    "mixtral": tiny_config(qk_norm="none"),
-    "qwen3_moe": mixed_config(qk_norm="head"),
-    "olmoe": tiny_config(qk_norm="full", norm_topk_prob=False),
-}
 
 
 def bf16_state(config: GatherMoeConfig) -> Tensors:
@@ -168,7 +165,7 @@ def route_in_float32(gate: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, 
 @cache
 def referee_in(dtype: torch.dtype, kind: str) -> tuple[list[float], Tensors]:
     """Losses of all batches, and the gradients of the first, of the stock model in `dtype` with float32 routing."""
-    config = IN_BF16[kind]
+    config = STOCK_CONFIGS[kind]()
     model: Any = referee_model(config, bf16_state(config)).to(dtype)
     for layer in model.model.layers:
         if hasattr(layer.mlp, "gate"):
@@ -195,15 +192,11 @@ def our_run_in_bf16(
     return losses, gradient_shards(engine)
 
 
-def distance(one: Tensors, other: Tensors) -> float:
-    return sum((one[name] - other[name]).square().sum().item() for name in other) ** 0.5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [Case(dp=2, stage=1), Case(tp=2, ep=2, stage=2), Case(tp=2, stage=3)], ids=str)
-@pytest.mark.parametrize("kind", list(IN_BF16))
+@pytest.mark.parametrize("kind", STOCK_CONFIGS)
 def test_bf16_is_as_close_to_float32_as_the_stock_model_within_a_factor_of_two(kind: str, case: Case) -> None:
-    config = IN_BF16[kind]
+    config = STOCK_CONFIGS[kind]()
     exact_losses, exact_grads = referee_in(torch.float32, kind)
     stock_losses, stock_grads = referee_in(torch.bfloat16, kind)
     case = case._replace(bf16=True, packed=False)

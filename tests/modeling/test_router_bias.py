@@ -10,9 +10,8 @@ from torch import Tensor
 
 from modeling.config import GatherMoeConfig
 from modeling.model import GatherMoeForCausalLM
-from recipe.hf.config import choose_type
 from tests.engine_runs import Case, accumulate, make_mesh, micro_batches, start_engine
-from tests.exports import export_engine, open_in_clean_process, read_export, sample_ids
+from tests.exports import export_engine, load_folder, open_in_clean_process, read_export, sample_ids
 from tests.ranks import run_ranks
 from tests.referee import Batch, Tensors, Training, full_state, mixed_config, random_batch, tiny_config
 from tests.training import check_resume
@@ -159,26 +158,6 @@ def test_a_model_without_routers_has_no_biases() -> None:
     assert not list(GatherMoeForCausalLM(mixed_config()).buffers())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"score_function": "sigmoid"},
-        {"routed_scaling_factor": 2.5},
-        {"balance_bias_update_rate": RATE},
-        {"router_bias": True},
-    ],
-    ids=str,
-)
-def test_what_no_stock_type_says_is_exported_as_native(changes: dict[str, Any]) -> None:
-    assert choose_type(tiny_config(), hf_format="auto") == "mixtral"
-    config = tiny_config(**changes)
-    assert choose_type(config, hf_format="auto") == "gather_moe"
-    told = rf"'mixtral' cannot express this model .*score_function='{config.score_function}', "
-    told += rf"routed_scaling_factor={config.routed_scaling_factor}, router_bias={config.router_bias}\)"
-    with pytest.raises(ValueError, match=told):
-        choose_type(config, hf_format="mixtral")
-
-
 def some_biases(config: GatherMoeConfig) -> Tensors:
     generator = torch.Generator().manual_seed(4)
     return {f"model.layers.{i}.{NAME}": torch.randn(config.num_experts, generator=generator) for i in (1, 2)}
@@ -194,12 +173,7 @@ def _export_biased(
 
 
 def _load_on(rank: int, world_size: int, config: GatherMoeConfig, case: Case, folder: Path) -> Tensors:
-    from modeling.init import build_model
-    from recipe.hf.load import load_weights
-
-    mesh = make_mesh(config, case)
-    model = build_model(config, mesh=mesh, seed=3)
-    load_weights(model, config=config, mesh=mesh, folder=folder)
+    model, _ = load_folder(config, folder, make_mesh(config, case))
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 

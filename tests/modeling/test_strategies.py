@@ -1,13 +1,18 @@
 """Every strategy, layout and number of active experts against all experts on one rank; overlap changes no bit."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from modeling import experts
+from modeling.comm import ScatterInChunks
 from modeling.execution import Execution
 from modeling.init import build_model
 from modeling.layout import ParallelLayout, divisors
@@ -49,6 +54,7 @@ def sharded_answers(rank: int, world_size: int, backend: str, dtype: torch.dtype
     [("loop", torch.float64, 1e-12), ("grouped", torch.float32, 1e-5)],
     ids=["loop-float64", "grouped-float32"],
 )
+@pytest.mark.requirement("R-MOE-07")
 def test_every_strategy_equals_one_rank(world_size: int, backend: str, dtype: torch.dtype, tolerance: float) -> None:
     by_rank = run_ranks(sharded_answers, world_size, backend, dtype)
     for strategy, num_active, kind, ep in by_rank[0]:
@@ -56,6 +62,53 @@ def test_every_strategy_equals_one_rank(world_size: int, backend: str, dtype: to
         got = join_answer([answers[key] for answers in by_rank], ParallelLayout(tp=world_size, ep=ep))
         errors = relative_errors(got, reference(num_active, kind))
         assert max(errors.values()) <= tolerance, (key, errors)
+
+
+class OwnRows(ScatterInChunks):
+    """Keeps this rank's rows of its own gradient and drops what the other ranks found."""
+
+    def add(self, k: int, partial: Tensor) -> None:
+        self._out[self.chunks.rows(k)] = partial.chunk(self.chunks.size)[dist.get_rank(self.chunks.group)]
+
+
+def scattered_by(scatter: type[ScatterInChunks], function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any) -> Any:
+        with patch.object(experts, "ScatterInChunks", scatter):
+            return function(*args)
+
+    return wrapped
+
+
+def drop_token_gradients(broken: pytest.MonkeyPatch) -> None:
+    """In the experts' backward, not in their forward, where sums go home the same way."""
+    routing_gradient = scattered_by(ScatterInChunks, experts._scatter_routing_gradient)
+    broken.setattr(experts, "_scatter_routing_gradient", routing_gradient)
+    broken.setattr(experts._Experts, "backward", staticmethod(scattered_by(OwnRows, experts._Experts.backward)))
+
+
+def drop_routing_gradients(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(experts, "_scatter_routing_gradient", scattered_by(OwnRows, experts._scatter_routing_gradient))
+
+
+def answer_without(
+    rank: int, world_size: int, break_it: Callable[[pytest.MonkeyPatch], None], layout: ParallelLayout
+) -> tuple[Tensor, ...]:
+    with pytest.MonkeyPatch.context() as broken:
+        break_it(broken)
+        mesh = build_mesh(layout, num_key_value_heads=2)
+        return one_answer(mesh, Execution(), 2, "random", torch.float32)
+
+
+@pytest.mark.parametrize(("break_it", "wrong"), [(drop_token_gradients, "x"), (drop_routing_gradients, "weights")])
+@pytest.mark.requirement("R-MOE-07")
+def test_a_gradient_without_the_other_ranks_part_would_be_seen(
+    break_it: Callable[[pytest.MonkeyPatch], None], wrong: str
+) -> None:
+    layout = ParallelLayout(tp=2, ep=2)
+    got = join_answer(run_ranks(answer_without, 2, break_it, layout), layout)
+    errors = relative_errors(got, reference(2, "random"))
+    assert errors.pop(wrong) > 0.1
+    assert max(errors.values()) < 1e-5
 
 
 def bitwise_differences(rank: int, world_size: int, backend: str, dtype: torch.dtype) -> list[str]:

@@ -1,6 +1,5 @@
 """Tensor parallelism: what users of other trainers found wrong, beside what test_parity.py holds to one process."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.layout import LayoutRequest, ParallelLayout, check_layout
 from modeling.mesh import build_mesh
 from tests.engine_runs import Case, accumulate, join_shards, slow, start_engine, train, used_gradients
-from tests.exports import export, read_export
 from tests.ranks import run_ranks
 from tests.referee import Tensors, Training, assert_all_match, full_state, random_batch, tiny_config
-from tests.resolving import TINY, faults_of, resolve
+from tests.resolving import resolve
 
 
 @pytest.mark.requirement("R-TP-01")
@@ -134,37 +131,6 @@ def test_clipping_counts_every_gradient_once_and_scales_what_the_optimizer_uses(
         used = join_shards([gradients for _, gradients in by_rank], config, case)
         share = min(scale, 1.0 / norm)
         assert_all_match(used, {name: tensor * share for name, tensor in state.items()})
-
-
-@pytest.mark.parametrize("tied", [False, slow(True)])
-@pytest.mark.requirement("R-TP-05")
-@pytest.mark.requirement("R-TP-06")
-def test_a_checkpoint_holds_replicated_heads_once_and_no_padding(tied: bool, tmp_path: Path) -> None:
-    """Four ranks with two key-value heads, and 51 tokens."""
-    config = tiny_config(vocab_size=51, tie_word_embeddings=tied)
-    state = full_state(config)
-    run_ranks(export, 4, config, state, Case(tp=4, ep=4, stage=2), tmp_path)
-    found = read_export(tmp_path)
-    names = ["model.embed_tokens.weight", *(f"model.layers.1.self_attn.{leaf}_proj.weight" for leaf in "kv")]
-    for name in names if tied else [*names, "lm_head.weight"]:
-        assert torch.equal(found[name], state[name]), name
-
-
-@pytest.mark.requirement("R-TP-05")
-def test_heads_that_can_neither_be_split_nor_replicated_stop_the_start() -> None:
-    sizes = tiny_config(num_attention_heads=6, num_key_value_heads=3).sizes
-    message = "num_key_value_heads=3 can neither be split nor replicated over tp=2"
-    with pytest.raises(ValueError, match=message):
-        check_layout(LayoutRequest(sizes=sizes, layout=ParallelLayout(tp=2, ep=2), world_size=2))
-    assert message in faults_of({"parallel": {"tp": 2}}, world=2, sizes=sizes)
-
-
-@pytest.mark.requirement("R-TP-07")
-def test_dropout_in_a_group_is_refused() -> None:
-    """When the settings are resolved; test_model_errors.py has the model itself."""
-    assert "attention_dropout=0.1 cannot be used with tp=2" in faults_of(
-        {"parallel": {"tp": 2}}, dropout=0.1, sizes=TINY
-    )
 
 
 def _random_states(rank: int, world_size: int, num_workers: int) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -244,7 +244,7 @@ def test_tiles_are_no_higher_than_rows_ask_for(height: int, chosen: int) -> None
     assert choose_tile(height=4096, width=height, dtype=torch.bfloat16).width == chosen
 
 
-def test_float32_is_rounded_to_tf32_only_where_torch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_is_rounded_to_tf32_only_where_torch_is_told_so() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")

@@ -10,7 +10,7 @@ import pytest
 from modeling.config import GatherMoeConfig
 from modeling.layout import LayoutRequest, ParallelLayout, check_layout, fitting_layouts
 from modeling.spec import LOSS_SETTINGS, NEEDED, ROPE_THETA, ROPE_TYPES, RULES
-from recipe.hf.config import SpecialTokens, config_dict
+from recipe.hf.config import config_dict
 from recipe.settings.flags import Arguments
 from recipe.settings.model import read_model, sizes_of
 from recipe.settings.model_files import FILE_TYPES, GENERATION, ONLY_VALUE, WITHOUT_EFFECT
@@ -253,7 +253,7 @@ def test_every_way_to_write_a_config_gives_the_same_model(name: str, tmp_path: P
     config.save_pretrained(tmp_path)
     assert read_model(Arguments(config_name=str(tmp_path))).kwargs == want
     ours = GatherMoeConfig(**want)
-    written = config_dict(ours, model_type=name, dtype="float32", tokens=SpecialTokens(1, 2, None))
+    written = config_dict(ours, model_type=name, dtype="float32")
     again = GatherMoeConfig(**read_content(written, tmp_path))
     for key in set(RULES) - {"rope_theta"}:
         assert getattr(again, key) == getattr(ours, key), key
@@ -380,7 +380,7 @@ def test_readers_of_either_name_find_the_scaling_of_the_rotary_embedding(kind: s
     config = read_with_weights(STRETCHED[kind], tmp_path)
     want = {key: value for key, value in (config.rope_parameters or {}).items() if key != "rope_theta"}
     for model_type in ("gather_moe", "mixtral"):
-        written = config_dict(config, model_type=model_type, dtype="float32", tokens=SpecialTokens(1, 2, None))
+        written = config_dict(config, model_type=model_type, dtype="float32")
         assert written["rope_scaling"] == want
         for left_out in ("rope_scaling", "rope_parameters", None):
             content = {key: value for key, value in written.items() if key != left_out}

@@ -79,10 +79,10 @@ def test_a_resumed_run_can_place_its_experts_anew(tmp_path: Path) -> None:
 
 
 def test_a_native_folder_says_nothing_of_how_it_was_trained() -> None:
-    from recipe.hf.config import NATIVE, SpecialTokens, config_dict
+    from recipe.hf.config import NATIVE, config_dict
 
     config = mixed_config(qk_norm="none")
-    values = config_dict(config, model_type=NATIVE, dtype="float32", tokens=SpecialTokens(None, None, None))
+    values = config_dict(config, model_type=NATIVE, dtype="float32")
     assert not {option.name for option in fields(Execution)} & set(values)
 
 
