@@ -1,9 +1,8 @@
 """What plans are asked for in tests: requests, and hardware whose round numbers let times be worked out by hand."""
 
 from collections.abc import Mapping
-from typing import Any
-
 from dataclasses import fields
+from typing import Any
 
 from recipe.plan.hardware import (
     PASSES,
