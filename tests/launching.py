@@ -15,6 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.ranks import with_libraries
 
 ROOT = Path(__file__).parents[1]
@@ -150,6 +152,16 @@ def run_main(
             process.join()
     (code,) = {process.exitcode for process in processes}
     return SimpleNamespace(returncode=code, stdout=out.read_text())
+
+
+def run_cluster_ranks_here(script: Any, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Have a benchmark's ranks be processes by `run_main` instead of ones on the emulated cluster."""
+
+    def run(ranks: None, command: list[str], *, num_ranks: int) -> int:
+        assert command[:2] == [sys.executable, script.__file__]
+        return run_main(command[2:], folder, num_ranks=num_ranks, program=Path(script.__file__).stem).returncode
+
+    patch.setattr(script.cluster, "run", run)
 
 
 def _main(program: str, words: list[str], variables: dict[str, str], out: Path) -> None:

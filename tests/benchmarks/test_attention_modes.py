@@ -1,7 +1,6 @@
 """Every way to split attention gives one rank's results and sends what its formula says."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from attention_modes import Answer, Measured, Report, Traffic, solve_alone, summ
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.launching import run_main
+from tests.launching import run_cluster_ranks_here
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -165,13 +164,7 @@ def test_a_row_is_the_slowest_rank_and_void_where_it_computes_or_sends_something
 def test_the_script_prints_and_writes_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its ranks are processes that have the libraries loaded."""
-
-    def run(ranks: None, command: list[str], *, num_ranks: int) -> int:
-        assert command[:2] == [sys.executable, attention_modes.__file__]
-        return run_main(command[2:], tmp_path, num_ranks=num_ranks, program="attention_modes").returncode
-
-    monkeypatch.setattr(attention_modes.cluster, "run", run)
+    run_cluster_ranks_here(attention_modes, tmp_path, monkeypatch)
     words = ["--ranks", "2", "--rate", "loopback", "--tokens", "128", "--turns", "2"]
     assert attention_modes.main([*words, "--json", str(tmp_path / "out.json")]) == 0
     assert "void" not in capsys.readouterr().out

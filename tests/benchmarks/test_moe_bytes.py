@@ -1,7 +1,6 @@
 """The ledger books what leaves a rank, and the MoE layers beside each other send what their formulas say."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from moe_bytes import Measured, Problem, Row, formula_payload, rows_for, summari
 from torch import Tensor
 
 from recipe.dry_run.ledger import Ledger, Volume
-from tests.launching import run_main
+from tests.launching import run_cluster_ranks_here
 from tests.ranks import run_ranks
 
 
@@ -196,13 +195,7 @@ def test_what_cannot_be_measured_is_refused(words: list[str], message: str) -> N
 def test_the_script_prints_and_writes_every_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its ranks are processes that have the libraries loaded."""
-
-    def run(ranks: None, command: list[str], *, num_ranks: int) -> int:
-        assert command[:2] == [sys.executable, moe_bytes.__file__]
-        return run_main(command[2:], tmp_path, num_ranks=num_ranks, program="moe_bytes").returncode
-
-    monkeypatch.setattr(moe_bytes.cluster, "run", run)
+    run_cluster_ranks_here(moe_bytes, tmp_path, monkeypatch)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert (
         moe_bytes.main(["--ranks", "2", "--active", "2", "--tokens", "64", "--json", str(tmp_path / "out.json")]) == 0
