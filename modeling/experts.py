@@ -95,7 +95,12 @@ class GatherMoeExperts(nn.Module):
         return _WholeExperts.apply(self, group, slices, x_tD, ids_tA, weights_tA, *self.stacks())
 
     def start_pass(
-        self, stacks: Sequence[Tensor], slots_TA: Tensor, weights_TA: Tensor, chunks: Chunks, kept: Tensor | None = None
+        self,
+        stacks: Sequence[Tensor],
+        slots_TA: Tensor,
+        weights_TA: Tensor,
+        chunks: Chunks,
+        kept: Sequence[Tensor] = (),
     ) -> LoopExperts | GroupedExperts:
         """Begin one forward, or one backward with what a forward kept, by the backend for these weights."""
         backend, weight = self.execution.experts_backend, stacks[0]
@@ -130,9 +135,9 @@ class _Experts(torch.autograd.Function):
         sum_dtype = experts.sum_dtype or x_tD.dtype
         scatter = ScatterInChunks(x_tD.new_empty(x_tD.shape, dtype=sum_dtype), chunks)
         for k in range(chunks.num_chunks):
-            scatter.add(k, run.forward_chunk(k, tokens.chunk(k)).to(sum_dtype))
+            scatter.add(k, run.forward_chunk(k, tokens.chunk(k), dtype=sum_dtype))
         ctx.experts, ctx.chunks = experts, chunks
-        ctx.save_for_backward(tokens_to_keep(tokens, x_tD), slots_TA, weights_TA, run.to_keep(), *stacks)
+        ctx.save_for_backward(tokens_to_keep(tokens, x_tD), slots_TA, weights_TA, *stacks, *run.to_keep())
         return scatter.finish().to(x_tD.dtype)
 
     @staticmethod
@@ -141,7 +146,8 @@ class _Experts(torch.autograd.Function):
         experts: GatherMoeExperts = ctx.experts
         chunks: Chunks = ctx.chunks
         _, _, _, _, _, _, *stacks_need_gradients = ctx.needs_input_grad
-        kept_tokens, slots_TA, weights_TA, kept_products, *stacks = ctx.saved_tensors
+        kept_tokens, slots_TA, weights_TA, *saved = ctx.saved_tensors
+        stacks, kept_products = saved[: len(stacks_need_gradients)], saved[len(stacks_need_gradients) :]
         grads = GatherInChunks(grad_tD, chunks)
         tokens = tokens_again(kept_tokens, chunks, fp8=experts.fp8_tokens)
         grads.start_rest()
@@ -149,7 +155,7 @@ class _Experts(torch.autograd.Function):
         run = experts.start_pass(stacks, slots_TA, weights_TA, chunks, kept_products)
         scatter = ScatterInChunks(grad_tD.new_empty(grad_tD.shape), chunks)
         for k in range(chunks.num_chunks):
-            scatter.add(k, run.backward_chunk(k, grads.chunk(k), tokens).to(kept_tokens.dtype))
+            scatter.add(k, run.backward_chunk(k, grads.chunk(k), tokens))
         # Before the weights' gradients, whose products may take this rank longer than others.
         routing = _scatter_routing_gradient(run.routing_gradient(), chunks)
         grads_TD, tokens_TD = grads.all(), tokens.all()
@@ -183,18 +189,18 @@ class _WholeExperts(torch.autograd.Function):
     ) -> Tensor:
         chunks = Chunks(x_tD.shape[0])
         run = experts.start_pass([part.finish() for part in slices], ids_tA, weights_tA, chunks)
-        out_tD = run.forward_chunk(0, x_tD).to(x_tD.dtype)
+        out_tD = run.forward_chunk(0, x_tD, dtype=x_tD.dtype)
         ctx.experts, ctx.group, ctx.chunks = experts, group, chunks
-        ctx.save_for_backward(x_tD, ids_tA, weights_tA, run.to_keep(), gate_up, down)
+        ctx.save_for_backward(x_tD, ids_tA, weights_tA, gate_up, down, *run.to_keep())
         return out_tD
 
     @staticmethod
     def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor | None, ...]:
         *_, gate_up_needs_gradient, down_needs_gradient = ctx.needs_input_grad
-        x_tD, ids_tA, weights_tA, kept_products, gate_up, down = ctx.saved_tensors
+        x_tD, ids_tA, weights_tA, gate_up, down, *kept_products = ctx.saved_tensors
         stacks = [part.finish() for part in _start_slices((gate_up, down), ctx.group)]
         run = ctx.experts.start_pass(stacks, ids_tA, weights_tA, ctx.chunks, kept_products)
-        grad_x_tD = run.backward_chunk(0, grad_tD, tokens_again(x_tD, ctx.chunks)).to(x_tD.dtype)
+        grad_x_tD = run.backward_chunk(0, grad_tD, tokens_again(x_tD, ctx.chunks))
         if not (gate_up_needs_gradient or down_needs_gradient):
             return None, None, None, grad_x_tD, None, run.routing_gradient(), None, None
         home = _start_slices_home(run.weight_gradients(grad_tD, x_tD), ctx.group)

@@ -10,7 +10,6 @@ fake tensors take it as one; they are defined when first used, and Triton is not
 """
 
 import importlib.util
-import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
@@ -20,41 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .comm import Chunks, GatherInChunks, wide
+from .comm import Chunks, GatherInChunks
+from .rows import NAMESPACE, clear_empty, combine, next_power_of_2, permute, sort_rows, swiglu, swiglu_back
 
 # Row tiles that are worked on together before the next columns; see the kernel.
 BAND = 8
-# A checkpoint may bring another version of this file along, whose operators must not replace these.
-NAMESPACE = re.sub(r"\W", "_", __name__)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class Rows(NamedTuple):
-    """The token-expert pairs of a rank as a buffer of fixed size, sorted by slot; nothing was read by the host.
-
-    A pair's slot is the number of its expert among those of this rank; every other number is another rank's pair, or
-    padding.
-
-    token_R    [R] int64   which token each row is
-    pair_R     [R] int64   which of the T * A pairs each row is
-    valid_R    [R] bool    False in the tail that no pair fills
-    offsets_e  [e] int32   end of each slot's rows
-    """
-
-    token_R: Tensor
-    pair_R: Tensor
-    valid_R: Tensor
-    offsets_e: Tensor
-
-
-def sort_rows(slots_TA: Tensor, *, num_slots: int) -> Rows:
-    """Sort the pairs [T, A] by slot, stable, those of other ranks last and cut off after T * min(A, num_slots)."""
-    num_tokens, num_active = slots_TA.shape
-    slots = slots_TA.flatten()
-    key, order = torch.where((slots >= 0) & (slots < num_slots), slots, num_slots).sort(stable=True)
-    offsets_e = torch.searchsorted(key, torch.arange(num_slots, device=key.device), right=True).to(torch.int32)
-    order = order[: num_tokens * min(num_active, num_slots)]
-    return Rows(order // num_active, order, key[: order.shape[0]] < num_slots, offsets_e)
 
 
 class GroupedExperts:
@@ -70,87 +40,78 @@ class GroupedExperts:
         slots_TA: Tensor,
         weights_TA: Tensor,
         chunks: Chunks,
-        kept: Tensor | None = None,
+        kept: Sequence[Tensor] = (),
         *,
         triton: bool = False,
         recompute: bool = False,
     ) -> None:
         self._triton, self._recompute = triton, recompute
-        self.chunks, self._weights_TA, self._num_active = chunks, weights_TA, slots_TA.shape[1]
+        self._slots_TA = slots_TA
         self._stack_sizes = [stack.shape[0] for stack in stacks[1::2]]
         # A grouped product takes no list.
         self._gate_up, self._down = (
             kind[0] if len(kind) == 1 else torch.cat(list(kind)) for kind in (stacks[::2], stacks[1::2])
         )
         places = [chunks.gathered_rows(k) for k in range(chunks.num_chunks)]
-        self.rows: list[Rows] = [sort_rows(slots_TA[here], num_slots=sum(self._stack_sizes)) for here in places]
-        weights = [weights_TA[here].flatten() for here in places]
-        self._weight_R = [w[rows.pair_R] for w, rows in zip(weights, self.rows, strict=True)]
-        sizes = [rows.token_R.shape[0] for rows in self.rows]
-        self._gate_up_R2f: list[Tensor] = [] if kept is None else list(kept.split(sizes))
-        # Filled by a backward, the rows of all chunks concatenated.
-        self._row_ends = list(accumulate(sizes, initial=0))
+        self.rows = [sort_rows(slots_TA[here], num_slots=sum(self._stack_sizes)) for here in places]
+        self._weights_cA = [weights_TA[here] for here in places]
+        # The rows of all chunks one after another.
+        self._row_ends = list(accumulate((len(rows.pair_R) for rows in self.rows), initial=0))
+        self._gate_up_R2f = list(kept)
+        # Filled by a backward.
         self._act_Rf = self._grad_gate_up_R2f = self._gate_up.new_empty(0)
-        self._grad_weight_R: list[Tensor] = []
+        self._grad_weights_cA: list[Tensor] = []
 
-    def to_keep(self) -> Tensor | None:
-        """The gate and up products [R, 2f] of all chunks."""
-        if self._recompute:
-            return None
-        return self._gate_up_R2f[0] if len(self.rows) == 1 else torch.cat(self._gate_up_R2f)
+    def to_keep(self) -> list[Tensor]:
+        """The gate and up products [R, 2f] of each chunk."""
+        return self._gate_up_R2f
 
-    def forward_chunk(self, k: int, x_cD: Tensor) -> Tensor:
+    def forward_chunk(self, k: int, x_cD: Tensor, *, dtype: torch.dtype) -> Tensor:
         rows = self.rows[k]
         gate_up_R2f = self._multiply_in(k, x_cD)
         if not self._recompute:
             self._gate_up_R2f.append(gate_up_R2f)
-        gate, up = gate_up_R2f.chunk(2, dim=-1)
-        y_RD = multiply(F.silu(gate) * up, self._down, rows.offsets_e, triton=self._triton)
-        return self._sum_by_token(k, y_RD, self._weight_R[k])
+        act_Rf = swiglu(gate_up_R2f, self._weights_cA[k], rows)
+        return combine(multiply(act_Rf, self._down, rows.offsets_e, triton=self._triton), rows, dtype=dtype)
 
     def backward_chunk(self, k: int, grad_cD: Tensor, tokens: GatherInChunks) -> Tensor:
-        rows, weight_R = self.rows[k], self._weight_R[k]
-        here = slice(self._row_ends[k], self._row_ends[k + 1])
+        rows, here = self.rows[k], slice(self._row_ends[k], self._row_ends[k + 1])
         if k == 0:
             num_rows, twice_width = self._row_ends[-1], self._gate_up.shape[1]
             self._act_Rf = grad_cD.new_empty(num_rows, twice_width // 2)
             self._grad_gate_up_R2f = grad_cD.new_empty(num_rows, twice_width)
-        gate_up_R2f = self._multiply_in(k, tokens.chunk(k)) if not self._gate_up_R2f else self._gate_up_R2f[k]
-        gate, up = _clear_tail(gate_up_R2f, rows).chunk(2, dim=-1)
-        silu = F.silu(gate)
-        self._act_Rf[here] = act_Rf = silu * up
-        # The output's gradient before its routing weight; times the activation it is also the weight's gradient.
-        grad_y_RD = _clear_tail(grad_cD[rows.token_R], rows)
-        grad_act_Rf = multiply(grad_y_RD, self._down.transpose(1, 2), rows.offsets_e, triton=self._triton)
-        grad_act_Rf = _clear_tail(grad_act_Rf, rows)
-        del grad_y_RD
-        self._grad_weight_R.append((wide(grad_act_Rf) * wide(act_Rf)).sum(-1))
-        grad_act_Rf = (grad_act_Rf * weight_R[:, None]).to(act_Rf.dtype)
-        grad_gate_up_R2f, width = self._grad_gate_up_R2f[here], act_Rf.shape[1]
-        grad_gate_up_R2f[:, width:] = grad_act_Rf * silu
-        grad_gate_up_R2f[:, :width] = torch.ops.aten.silu_backward(grad_act_Rf * up, gate)
+        gate_up_R2f = self._gate_up_R2f[k] if self._gate_up_R2f else self._multiply_in(k, tokens.chunk(k))
+        grad_act_Rf = multiply(permute(grad_cD, rows), self._down.transpose(1, 2), rows.offsets_e, triton=self._triton)
+        grad_gate_up_R2f = self._grad_gate_up_R2f[here]
+        grad_weights_cA = swiglu_back(
+            grad_act_Rf,
+            gate_up_R2f,
+            self._weights_cA[k],
+            rows,
+            grad_gate_up_R2f=grad_gate_up_R2f,
+            act_Rf=self._act_Rf[here],
+        )
+        self._grad_weights_cA.append(grad_weights_cA)
+        del grad_act_Rf, gate_up_R2f
         grad_x_RD = multiply(grad_gate_up_R2f, self._gate_up.transpose(1, 2), rows.offsets_e, triton=self._triton)
-        return self._sum_by_token(k, grad_x_RD, None)
+        return combine(grad_x_RD, rows, dtype=grad_cD.dtype)
 
     def routing_gradient(self) -> Tensor:
-        grad_weights = torch.zeros_like(self._weights_TA)
-        for k, (rows, grad_R) in enumerate(zip(self.rows, self._grad_weight_R, strict=True)):
-            here = grad_weights[self.chunks.gathered_rows(k)].view(-1)
-            here[rows.pair_R] = grad_R.to(grad_weights.dtype)
-        return grad_weights
+        return self._grad_weights_cA[0] if len(self.rows) == 1 else torch.cat(self._grad_weights_cA)
 
     def weight_gradients(self, grad_TD: Tensor, x_TD: Tensor) -> list[Tensor]:
-        rows, order_R = self._all_rows()
-
-        def in_order(x: Tensor) -> Tensor:
-            return x if order_R is None else x[order_R]
-
-        weight_R = self._weights_TA.flatten()[rows.pair_R]
-        grad_y_RD = _clear_tail((grad_TD[rows.token_R] * weight_R[:, None]).to(x_TD.dtype), rows)
-        grad_down = multiply_outer(grad_y_RD, in_order(self._act_Rf), rows.offsets_e, triton=self._triton)
-        del grad_y_RD
-        grad_R2f = in_order(self._grad_gate_up_R2f)
-        grad_gate_up = multiply_outer(grad_R2f, x_TD[rows.token_R], rows.offsets_e, triton=self._triton)
+        rows, act_Rf, grad_gate_up_R2f = self.rows[0], self._act_Rf, self._grad_gate_up_R2f
+        if len(self.rows) > 1:
+            rows = sort_rows(self._slots_TA, num_slots=sum(self._stack_sizes))
+            where_TA = torch.cat([part.row_TA + start for part, start in zip(self.rows, self._row_ends, strict=False)])
+            act_Rf = permute(act_Rf, rows, through_TA=where_TA)
+            grad_gate_up_R2f = permute(grad_gate_up_R2f, rows, through_TA=where_TA)
+        grad_down = clear_empty(
+            multiply_outer(permute(grad_TD, rows), act_Rf, rows.offsets_e, triton=self._triton), rows
+        )
+        grad_gate_up = clear_empty(
+            multiply_outer(grad_gate_up_R2f, permute(x_TD, rows), rows.offsets_e, triton=self._triton), rows
+        )
         if len(self._stack_sizes) == 1:
             return [grad_gate_up, grad_down]
         parts = (grad_gate_up.split(self._stack_sizes), grad_down.split(self._stack_sizes))
@@ -158,44 +119,7 @@ class GroupedExperts:
 
     def _multiply_in(self, k: int, x_cD: Tensor) -> Tensor:
         rows = self.rows[k]
-        return multiply(x_cD[rows.token_R], self._gate_up, rows.offsets_e, triton=self._triton)
-
-    def _sum_by_token(self, k: int, y_RD: Tensor, weight_R: Tensor | None) -> Tensor:
-        """Add every row, times its weight, to its token, always in the same order: -> [c, D]."""
-        rows, num_active = self.rows[k], self._num_active
-        here = self.chunks.gathered_rows(k)
-        num_rows, num_tokens = y_RD.shape[0], here.stop - here.start
-        out_cD = wide(y_RD[:0]).new_zeros(num_tokens, y_RD.shape[1])
-        # On a device index_add adds in any order; so look up each pair's row instead and add choice after choice.
-        row_of_pair = rows.pair_R.new_full((num_tokens * num_active,), num_rows)
-        row_of_pair[rows.pair_R] = torch.arange(num_rows, device=y_RD.device)
-        scale_R = rows.valid_R.to(out_cD.dtype) if weight_R is None else weight_R
-        for choice in row_of_pair.view(num_tokens, num_active).unbind(1):
-            row = choice.clamp(max=num_rows - 1)
-            taken = (choice < num_rows) & rows.valid_R[row]
-            # Rows past the last offset are uninitialised memory: mask by selection, never by multiplying with 0.
-            part = torch.where(taken[:, None], wide(y_RD[row]), 0.0)
-            out_cD += part * scale_R[row, None]
-        return out_cD
-
-    def _all_rows(self) -> tuple[Rows, Tensor | None]:
-        """Sort the rows of all chunks by slot, and say which of the concatenated ones each is; None for one chunk."""
-        if len(self.rows) == 1:
-            return self.rows[0], None
-        slots, pairs = [], []
-        for k, rows in enumerate(self.rows):
-            number = torch.arange(rows.token_R.shape[0], device=rows.token_R.device)
-            slots.append(torch.searchsorted(rows.offsets_e, number, right=True))
-            pairs.append(rows.pair_R + self.chunks.gathered_rows(k).start * self._num_active)
-        key, order_R = torch.cat(slots).sort(stable=True)
-        pair_R, num_slots = torch.cat(pairs)[order_R], sum(self._stack_sizes)
-        offsets_e = torch.searchsorted(key, torch.arange(num_slots, device=key.device), right=True).to(torch.int32)
-        return Rows(pair_R // self._num_active, pair_R, key < num_slots, offsets_e), order_R
-
-
-def _clear_tail(x: Tensor, rows: Rows) -> Tensor:
-    """Zero the rows that no pair fills."""
-    return torch.where(rows.valid_R[:, None], x, 0.0)
+        return multiply(permute(x_cD, rows), self._gate_up, rows.offsets_e, triton=self._triton)
 
 
 class Tile(NamedTuple):
@@ -253,7 +177,7 @@ def choose_tile(*, height: int, width: int, dtype: torch.dtype) -> Tile:
     for 8.0 and 9.0 the largest spill no registers; none has been timed.
     """
     side = 64 if dtype == torch.float32 else 128
-    tall, wide = (min(side, max(16, _next_power_of_2(size))) for size in (height, width))
+    tall, wide = (min(side, max(16, next_power_of_2(size))) for size in (height, width))
     num_warps = 8 if tall * wide >= 128 * 128 else 4
     return Tile(height=tall, width=wide, depth=32, num_warps=num_warps, num_stages=4)
 
@@ -322,7 +246,7 @@ def _launch_multiply(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, sides:
             num_experts,
             *x_RI.stride(),
             *weight_eOI.stride(),
-            SEGMENTS=_next_power_of_2(num_experts + 1),
+            SEGMENTS=next_power_of_2(num_experts + 1),
             BAND=BAND,
             **_launch_options(tile, x_RI.device),
         )
@@ -379,7 +303,3 @@ def _check(first: Tensor, second: Tensor, offsets_e: Tensor) -> None:
         )
     assert first.dtype == second.dtype
     assert offsets_e.dtype == torch.int32
-
-
-def _next_power_of_2(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()

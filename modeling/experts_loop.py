@@ -70,7 +70,12 @@ class LoopExperts:
     """
 
     def __init__(
-        self, stacks: Sequence[Tensor], slots_TA: Tensor, weights_TA: Tensor, chunks: Chunks, kept: Tensor | None = None
+        self,
+        stacks: Sequence[Tensor],
+        slots_TA: Tensor,
+        weights_TA: Tensor,
+        chunks: Chunks,
+        kept: Sequence[Tensor] = (),
     ) -> None:
         self.chunks, self._stacks, self._weights_TA = chunks, stacks, weights_TA
         # A matrix each, so that the experts of several stacks need not be copied into one tensor.
@@ -79,18 +84,17 @@ class LoopExperts:
         self.rows = count_rows(slots_TA, num_slots=len(self._down), token_ends=token_ends)
         self._weight_R = weights_TA.flatten()[self.rows.pair_R]
         num_rows, twice_width = self.rows.token_R.shape[0], stacks[0].shape[1]
-        if kept is None:
-            self._gate_up_R2f = stacks[0].new_empty(num_rows, twice_width)
-        else:
-            self._gate_up_R2f, self._act_Rf = kept, kept.new_empty(num_rows, twice_width // 2)
-            self._grad_gate_up_R2f, self._grad_weight_R = torch.empty_like(kept), torch.empty_like(self._weight_R)
+        [self._gate_up_R2f] = kept or [stacks[0].new_empty(num_rows, twice_width)]
+        if kept:
+            self._act_Rf = kept[0].new_empty(num_rows, twice_width // 2)
+            self._grad_gate_up_R2f, self._grad_weight_R = torch.empty_like(kept[0]), torch.empty_like(self._weight_R)
 
-    def to_keep(self) -> Tensor:
+    def to_keep(self) -> list[Tensor]:
         """What a forward leaves for the backward besides its inputs: the gate and up products [R, 2f]."""
-        return self._gate_up_R2f
+        return [self._gate_up_R2f]
 
-    def forward_chunk(self, k: int, x_cD: Tensor) -> Tensor:
-        """Tokens [c, D] of chunk k -> the weighted sums of their experts here, [c, D] in float32 at least."""
+    def forward_chunk(self, k: int, x_cD: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """Tokens [c, D] of chunk k -> the weighted sums of their experts here, [c, D] of `dtype`; sums in float32."""
         first = self.chunks.gathered_rows(k).start
         out_cD = wide(x_cD[:0]).new_zeros(x_cD.shape)
         for slot, here in self._segments(k):
@@ -99,10 +103,10 @@ class LoopExperts:
             gate, up = products.chunk(2, dim=-1)
             y = wide(F.silu(gate).mul_(up) @ self._down[slot].t())
             out_cD.index_add_(0, token, y.mul_(self._weight_R[here, None]))
-        return out_cD
+        return out_cD.to(dtype)
 
     def backward_chunk(self, k: int, grad_cD: Tensor, tokens: GatherInChunks) -> Tensor:
-        """The gradient of chunk k's sums -> that of its tokens, [c, D] in float32 at least."""
+        """The gradient of chunk k's sums -> that of its tokens, [c, D] in the same type; sums in float32."""
         first = self.chunks.gathered_rows(k).start
         grad_x_cD = wide(grad_cD[:0]).new_zeros(grad_cD.shape)
         for slot, here in self._segments(k):
@@ -119,7 +123,7 @@ class LoopExperts:
             torch.ops.aten.silu_backward.grad_input(grad_act.mul_(up), gate, grad_input=grad_gate)
             grad_rows = self._grad_gate_up_R2f[here] @ self._gate_up[slot]
             grad_x_cD.index_add_(0, token, wide(grad_rows))
-        return grad_x_cD
+        return grad_x_cD.to(grad_cD.dtype)
 
     def routing_gradient(self) -> Tensor:
         """The gradient of the routing weights [T, A], after the last chunk's backward."""

@@ -157,3 +157,176 @@ def sum_outer(
         total.to(out_eOI.dtype.element_ty),
         mask=(out < num_out)[:, None] & (i < num_in)[None, :],
     )
+
+
+@triton.jit
+def count_pairs(slots_P, counts_eB, num_pairs, num_slots, num_blocks, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+    """Count how many of a block's pairs each slot has: a column of counts [e, blocks]. SLOTS is a power of two."""
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    slot_of_pair = tl.load(slots_P + pair, mask=pair < num_pairs, other=-1)
+    taken = (slot_of_pair[:, None] == slot[None, :]).to(tl.int32)
+    tl.store(counts_eB + slot * num_blocks + block, tl.sum(taken, 0), mask=slot < num_slots)
+
+
+@triton.jit
+def place_pairs(
+    slots_P,
+    counts_eB,
+    ends_eB,
+    pair_R,
+    row_P,
+    num_pairs,
+    num_slots,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Give the pairs of a block their rows: after those of lower slots, and of the same slot in earlier blocks.
+
+    row_P [P] is -1 for a pair that is not here; pair_R [R] is written only where a row has a pair.
+    """
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    slot_of_pair = tl.load(slots_P + pair, mask=pair < num_pairs, other=-1)
+    is_taken = (slot_of_pair[:, None] == slot[None, :]) & (slot < num_slots)[None, :]
+    taken = is_taken.to(tl.int32)
+    at = slot * num_blocks + block
+    end = tl.load(ends_eB + at, mask=slot < num_slots, other=0)
+    first = end - tl.load(counts_eB + at, mask=slot < num_slots, other=0)
+    row = tl.sum(tl.where(is_taken, first[None, :] + tl.cumsum(taken, 0) - 1, 0), 1)
+    is_here = tl.sum(taken, 1) > 0
+    tl.store(row_P + pair, tl.where(is_here, row, -1), mask=pair < num_pairs)
+    tl.store(pair_R + row, pair, mask=is_here)
+
+
+@triton.jit
+def permute_rows(
+    x,
+    pair_R,
+    through,
+    offsets_e,
+    out_RD,
+    num_experts,
+    num_columns,
+    num_active,
+    THROUGH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Fetch every row [D]: from x[pair // num_active], or with THROUGH from x[through[pair]]; nothing for other rows.
+
+    A fixed number of programs share the tiles of the rows that are there.
+    """
+    num_rows = tl.load(offsets_e + num_experts - 1)
+    across = tl.cdiv(num_columns, COLUMNS)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * across, tl.num_programs(0)):
+        row = tile // across * ROWS + tl.arange(0, ROWS)
+        column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        pair = tl.load(pair_R + row, mask=row < num_rows, other=0)
+        source = tl.load(through + pair, mask=row < num_rows, other=0) if THROUGH else pair // num_active
+        mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        found = tl.load(x + source.to(tl.int64)[:, None] * num_columns + column[None, :], mask=mask, other=0.0)
+        tl.store(out_RD + row.to(tl.int64)[:, None] * num_columns + column[None, :], found, mask=mask)
+
+
+@triton.jit
+def combine_rows(y_RD, row_P, out_TD, num_columns, NUM_ACTIVE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum the rows of one token's pairs in float32 and in their order: some columns of out [T, D]."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for active in tl.static_range(NUM_ACTIVE):
+        row = tl.load(row_P + token * NUM_ACTIVE + active).to(tl.int64) + tl.zeros((COLUMNS,), dtype=tl.int64)
+        y = tl.load(y_RD + row * num_columns + column, mask=(column < num_columns) & (row >= 0), other=0.0)
+        total += y.to(tl.float32)
+    tl.store(out_TD + token * num_columns + column, total.to(out_TD.dtype.element_ty), mask=column < num_columns)
+
+
+@triton.jit
+def swiglu_rows(
+    gate_up_R2f,
+    pair_R,
+    weight_P,
+    offsets_e,
+    out_Rf,
+    num_experts,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute silu(gate) * up times the pair's routing weight, rounded once; nothing for rows that no pair fills."""
+    num_rows = tl.load(offsets_e + num_experts - 1)
+    across = tl.cdiv(width, COLUMNS)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * across, tl.num_programs(0)):
+        row = tile // across * ROWS + tl.arange(0, ROWS)
+        column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        pair = tl.load(pair_R + row, mask=row < num_rows, other=0)
+        weight = tl.load(weight_P + pair, mask=row < num_rows, other=0.0)
+        mask = (row < num_rows)[:, None] & (column < width)[None, :]
+        at = gate_up_R2f + row.to(tl.int64)[:, None] * (2 * width) + column[None, :]
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+        out = gate * (1.0 / (1.0 + tl.exp(-gate))) * up * weight[:, None]
+        out_at = out_Rf + row.to(tl.int64)[:, None] * width + column[None, :]
+        tl.store(out_at, out.to(out_Rf.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def swiglu_rows_back(
+    grad_Rf,
+    gate_up_R2f,
+    pair_R,
+    weight_P,
+    offsets_e,
+    grad_gate_up_R2f,
+    out_Rf,
+    grad_weight_P,
+    num_experts,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """From the gradient of `swiglu_rows`: those of gate and up, of the routing weights, and what it had returned.
+
+    A program has whole rows, so that a routing weight's gradient is one sum in a fixed order.
+    """
+    num_rows = tl.load(offsets_e + num_experts - 1)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        pair = tl.load(pair_R + row, mask=row < num_rows, other=0)
+        weight = tl.load(weight_P + pair, mask=row < num_rows, other=0.0)[:, None]
+        row_64 = row.to(tl.int64)[:, None]
+        grad_weight = tl.zeros((ROWS,), dtype=tl.float32)
+        for start in range(0, width, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            mask = (row < num_rows)[:, None] & (column < width)[None, :]
+            at, at_twice = row_64 * width + column[None, :], row_64 * (2 * width) + column[None, :]
+            gate = tl.load(gate_up_R2f + at_twice, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(gate_up_R2f + at_twice + width, mask=mask, other=0.0).to(tl.float32)
+            grad = tl.load(grad_Rf + at, mask=mask, other=0.0).to(tl.float32)
+            sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+            silu = gate * sigmoid
+            grad_weight += tl.sum(grad * silu * up, 1)
+            grad *= weight
+            grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+            dtype = out_Rf.dtype.element_ty
+            tl.store(grad_gate_up_R2f + at_twice, grad_gate.to(dtype), mask=mask)
+            tl.store(grad_gate_up_R2f + at_twice + width, (grad * silu).to(dtype), mask=mask)
+            tl.store(out_Rf + at, (silu * up * weight).to(dtype), mask=mask)
+        tl.store(grad_weight_P + pair, grad_weight, mask=row < num_rows)
+
+
+@triton.jit
+def clear_without_rows(grad_eN, offsets_e, numbers, COLUMNS: tl.constexpr):
+    """Write zeros to the gradient [N] of an expert without rows."""
+    expert = tl.program_id(0)
+    first_row = tl.load(offsets_e + expert - 1, mask=expert > 0, other=0)
+    if tl.load(offsets_e + expert) > first_row:
+        return
+    start = grad_eN + expert.to(tl.int64) * numbers
+    for block in range(tl.program_id(1), tl.cdiv(numbers, COLUMNS), tl.num_programs(1)):
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        tl.store(start + column, tl.zeros((COLUMNS,), dtype=grad_eN.dtype.element_ty), mask=column < numbers)

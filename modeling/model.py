@@ -37,12 +37,11 @@ from .auxiliary import (
     add_auxiliary_losses,
 )
 from .comm import cut_in_chunks, scatter_tokens
-from .config import GatherMoeConfig
+from .config import GatherMoeConfig, expert_weight_conversions
 from .copies import ExpertsWithCopies
 from .decoder import GatherMoeDecoderLayer, tokens_of_layers, with_noise
 from .execution import BY_MASK, Execution
 from .experts import GatherMoeExperts
-from .hf_keys import expert_weight_conversions
 from .layout import LayoutRequest, check_layout
 from .mesh import ParallelMesh, one_rank_mesh
 from .noise import NoiseOrigin

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 # Before torch, deepspeed or transformers are imported anywhere: they read these once.
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -17,6 +18,7 @@ import pytest
 
 from tests.launching import own_caches
 from tests.ranks import end_pools, with_libraries
+from tests.triton_kernels import interpreting
 
 os.environ.update(own_caches())
 
@@ -68,6 +70,13 @@ def alone() -> Iterator[ProcessPoolExecutor]:
     """A process of its own, whose one group at a time is a fake one."""
     with ProcessPoolExecutor(1, mp_context=with_libraries()) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Callable[..., Any]]:
+    """Calls a function in a process of its own, in which Triton interprets its kernels."""
+    with interpreting() as call:
+        yield call
 
 
 def _shared_memory() -> set[str]:

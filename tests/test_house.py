@@ -13,10 +13,10 @@ MAX_LINES = 600
 
 # From the ground up, a floor a line; a file imports only from floors below its own.
 MODEL = """
-__init__ hf_keys kernels noise spec
+__init__ kernels noise spec
 layout
 cost execution mesh shard_table
-comm config
+comm config rows
 experts_grouped experts_loop linear norm router
 attention experts vocabulary
 copies

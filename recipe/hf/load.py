@@ -18,8 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from modeling.config import GatherMoeConfig
-from modeling.hf_keys import FileTensor, file_tensors
+from modeling.config import FileTensor, GatherMoeConfig, file_tensors
 from modeling.init import fill_normal, full_shapes, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.shard_table import Ranges, Shard

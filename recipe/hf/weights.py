@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from modeling.hf_keys import FileTensor, file_tensors
+from modeling.config import FileTensor, file_tensors
 from modeling.init import full_shapes, paste, shard_table, stored_tensors
 from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM

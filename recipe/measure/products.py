@@ -15,6 +15,7 @@ from modeling.attention import RotaryTables, rotate
 from modeling.comm import Chunks, wide
 from modeling.norm import rms_norm
 from modeling.router import route, router_statistics
+from modeling.rows import Rows, combine, swiglu, swiglu_back
 from modeling.vocabulary import Vocabulary, vocab_parallel_losses
 from recipe.measure.timing import Sizes, Timing, Work
 from recipe.plan.compute_time import ATTENTION_BACKWARD_FLOPS
@@ -153,15 +154,33 @@ def _add_rows(random: Random, n: int) -> Work:
     return lambda: out.index_add_(0, order, wide(y) * weight)
 
 
-def _sum_rows(random: Random, n: int) -> Work:
-    y = random.rows(n)
-    out, order, weight = torch.zeros_like(wide(y)), random.order(y), random.rows(len(y), width=1)
-    taken = weight > 0
+def _one_each(rows: int, *, device: str) -> Rows:
+    """Rows of one expert, in any order, for as many tokens."""
+    row_TA = torch.randperm(rows, device=device, dtype=torch.int32)[:, None]
+    pair_R = torch.empty_like(row_TA[:, 0])
+    pair_R[row_TA[:, 0].long()] = torch.arange(rows, device=device, dtype=torch.int32)
+    return Rows(pair_R, row_TA, torch.tensor([rows], device=device, dtype=torch.int32))
 
-    def work() -> None:
-        out.add_(torch.where(taken, wide(y[order]), 0.0) * weight)
 
-    return work
+def _combine(random: Random, n: int) -> Work:
+    y = random.rows(max(n // 2, WIDTH))  # as much is written as read
+    rows = _one_each(len(y), device=random.device)
+    return lambda: combine(y, rows, dtype=y.dtype)
+
+
+def _swiglu(random: Random, n: int) -> Work:
+    gate_up = random.rows(2 * n, width=2 * WIDTH)
+    rows = _one_each(len(gate_up), device=random.device)
+    weights = torch.rand(len(gate_up), 1, device=random.device)
+    return lambda: swiglu(gate_up, weights, rows)
+
+
+def _swiglu_back(random: Random, n: int) -> Work:
+    gate_up, grad = random.rows(2 * n, width=2 * WIDTH), random.rows(n)
+    rows = _one_each(len(gate_up), device=random.device)
+    weights = torch.rand(len(gate_up), 1, device=random.device)
+    outs = {"grad_gate_up_R2f": torch.empty_like(gate_up), "act_Rf": torch.empty_like(grad)}
+    return lambda: swiglu_back(grad, gate_up, weights, rows, **outs)
 
 
 def _activation(random: Random, n: int) -> Work:
@@ -233,9 +252,11 @@ MAKERS: Mapping[str, Make] = {
     "rotate": _rotate,
     "rows": _rows,
     "add_rows": _add_rows,
-    "sum_rows": _sum_rows,
+    "combine": _combine,
     "activation": _activation,
     "activation_backward": _activation_backward,
+    "swiglu": _swiglu,
+    "swiglu_back": _swiglu_back,
     "routing": _routing,
     "loss": _loss,
     "refill": lambda random, n: partial(random.wide_rows(n).copy_, random.wide_rows(n)),

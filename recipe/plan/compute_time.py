@@ -248,8 +248,9 @@ def expert_times(job: Job, rates: Rates) -> Both:
     here = job.tokens_per_rank * width
     all_experts = rows.num_experts * rows.chunks
     per_expert = rows.rows / all_experts
-    # One after another each expert's rows are worked on alone; grouped, a chunk's rows at once.
-    each, count = (rows.buffer / rows.chunks, rows.chunks) if job.static_rows else (per_expert, all_experts)
+    # One after another each expert's rows are worked on alone; grouped, a chunk's rows at once. Kernels stop at the
+    # last row, however many their buffers hold.
+    each, count = (rows.rows / rows.chunks, rows.chunks) if job.static_rows else (per_expert, all_experts)
 
     def product(inner: float, out: float) -> float:
         return rates.product_s("expert", rows=per_expert, width=inner, out=out, count=all_experts)
@@ -262,24 +263,25 @@ def expert_times(job: Job, rates: Rates) -> Both:
         return rates.pass_s(name, each * elements, count=count)
 
     moved_s, moved_back_s = _moved(job, rates)
-    look_up, add = per_row("rows", width), per_row("sum_rows" if job.static_rows else "add_rows", width)
-    sums = rates.pass_s("copy", rows.tokens * width)
+    look_up = per_row("rows", width)
+    if job.static_rows:
+        activations = per_row("swiglu", rows.width), per_row("swiglu_back", rows.width)
+        sums = rates.pass_s("combine", (rows.rows + rows.tokens) * width / rows.chunks, count=rows.chunks)
+    else:
+        activations = per_row("activation", rows.width), per_row("activation_backward", rows.width)
+        sums = per_row("add_rows", width) + rates.pass_s("copy", rows.tokens * width)
     first = look_up + product(width, 2 * rows.width)
     again = first if job.static_rows and layout.tp > 1 and layout.ep > 1 else 0.0
-    clears = per_row("copy", 2 * width + 3 * rows.width) if job.static_rows else 0.0
-    activation = per_row("activation", rows.width)
     forward = Times(
         before=rates.pass_s("norm", here),
-        sums=first + activation + product(rows.width, width) + add + sums + moved_s,
+        sums=first + activations[0] + product(rows.width, width) + sums + moved_s,
         after=rates.pass_s("add", here),
     )
-    activation_back = product(width, rows.width) + per_row("activation_backward", rows.width)
+    of_inputs = look_up + product(width, rows.width) + activations[1] + product(2 * rows.width, width)
+    weighted = 0.0 if job.static_rows else per_row("add", width)  # outputs' gradients by their routing weights
     backward = Times(
-        sums=again + clears + look_up + activation_back + product(2 * rows.width, width) + add + sums + moved_back_s,
-        weights=weights_product(width, rows.width)
-        + weights_product(2 * rows.width, width)
-        + 2 * look_up
-        + per_row("add", width),
+        sums=again + of_inputs + sums + moved_back_s,
+        weights=weights_product(width, rows.width) + weights_product(2 * rows.width, width) + 2 * look_up + weighted,
         # The gradients of the experts' and the router's inputs and of the residual meet.
         after=rates.pass_s("norm_backward", here) + rates.pass_s("add", here, count=2),
     )
@@ -397,10 +399,11 @@ def num_launches(job: Job, *, fused: bool = False) -> int:
     kernels = {name: 1 if fused else one.num_kernels for name, one in PASSES.items()}
     attention = kernels["norm"] * 3 + kernels["rotate"] * 2 + OTHER_FORWARD + 2 * chunks
     attention_back = kernels["norm_backward"] * 3 + kernels["rotate"] * 2 + OTHER_BACKWARD + 2 * chunks
-    active = sizes.num_experts_per_tok
     if job.static_rows:
-        forward = chunks * (8 + kernels["activation"] + 4 * active)
-        backward = chunks * (12 + kernels["activation_backward"] + 4 * active) + 10
+        # Sorting takes four; then rows, two products of two kernels each, the activation, and the sums.
+        forward, backward = chunks * (4 + 7), chunks * (4 + 8) + 8
+        if chunks > 1:
+            backward += 4 + 4
     else:
         num = chunks * sizes.num_experts // job.layout.ep
         forward = num * (3 + kernels["activation"] + kernels["add_rows"])

@@ -184,11 +184,14 @@ PASSES: Mapping[str, Pass] = {
     # Rows looked up by index; rows weighted and added to their tokens.
     "rows": Pass(2, 0, 1, 2),
     "add_rows": Pass(1, 6, 3, 2),
-    # The same in a fixed order on a device: for each choice of a token its row looked up, selected, weighted, added.
-    "sum_rows": Pass(3, 8, 6, 2),
+    # The same by kernels on a device, per number read or written: a token's rows summed in registers.
+    "combine": Pass(1, 0, 1, 1),
     # Per number of an expert's width: silu(gate) * up, and the gradients of gate, up and the routing weight.
     "activation": Pass(5, 0, 2, 3),
     "activation_backward": Pass(12, 8, 9, 5),
+    # The same by kernels, with the routing weight in the product; the backward writes the product again.
+    "swiglu": Pass(3, 0, 1, 3),
+    "swiglu_back": Pass(6, 0, 1, 6),
     # Per token and expert: scores, sort, weights and statistics, forward and backward.
     "routing": Pass(0, 40, 40, 4),
     # Per logit: maximum, exponential, sum, probability, gradient.

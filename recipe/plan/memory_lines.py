@@ -275,7 +275,9 @@ def attention_working(s: Letters) -> Lines:
     heads = s.T * (s.h + 2 * s.g) * s.K * s.b
     products = attention_products(s)
     out_weights = Line("gradient of the output's weights", "gradients", s.P_attention * s.b * s.h / (2 * (s.h + s.g)))
-    of_output = [*products, Line("gradient of attention's output", "activations", s.T * s.h * s.K * s.b)]
+    # With chunks in their order, each by rank, and all by rank.
+    in_parts = 1 if s.C == 1 else 3
+    of_output = [*products, Line("gradient of attention's output", "activations", in_parts * s.T * s.h * s.K * s.b)]
     scores = s.T * ((2 + s.joins) * s.h + 2 * s.g) * s.K * s.b
     of_scores = [*products, Line("gradients of output, q, k and v", "activations", scores), out_weights]
     of_norms = [Line("norms' gradients in float32", "activations", s.T * (20 * s.h + 8 * s.g) * s.K), out_weights]
@@ -316,14 +318,13 @@ def experts_working(s: Letters) -> Lines:
     """Return what the experts' backward adds: while tokens' gradients are made or sent, or when the weights' are."""
     borrows, gathers = s.strategy == "gather_weights", s.strategy == "gather_tokens" and s.N > 1
     tokens = s.R if s.strategy == "all_to_all" else s.t if borrows else s.T
+    pairs = 4 * (s.T * s.A + s.R)
     lines = [
         _residual(s),
         Line("gradient of the experts' input", "activations", s.t * s.D * s.b),
         Line("activations and gradients of all rows", "activations", 3 * s.R * s.f * s.b),
-        Line("order of the rows", "activations", 16 * s.T * s.A + 8 * s.R),
+        Line("order of the rows", "activations", pairs if s.static else 16 * s.T * s.A + 8 * s.R),
     ]
-    if s.again:
-        lines.append(Line("gate and up products, again", "activations", 2 * s.R / s.C * s.f * s.b))
     if borrows:
         lines.append(Line("all slices of the experts", "gathered", MATRICES * s.E * s.f * s.D * s.b))
     if gathers:
@@ -332,13 +333,12 @@ def experts_working(s: Letters) -> Lines:
             lines.append(_gathered(s, "tokens for the experts"))
     # The loop holds the rows of one expert at a time, the grouped product those of all.
     if s.static:
-        rows, outputs = s.R / s.C, s.R * s.D * (s.b + 4)
-        summed = rows * s.D * s.b + 16 * tokens / s.C * s.D
-        most = max(rows * (2 * s.D - s.f) * s.b, rows * s.f * (12 if s.extra else 4), summed)
-        of_rows = [
-            Line("products and gradients of rows", "activations", 5 * rows * s.f * s.b),
-            Line("outputs' gradients, or sums by token", "activations", most),
-        ]
+        rows, outputs = s.R / s.C, s.R * s.D * s.b
+        of_outputs = [Line("gradients of outputs and activations", "activations", rows * (s.D + s.f) * s.b)]
+        if s.again:
+            of_outputs.append(Line("gate and up products, again", "activations", 2 * rows * s.f * s.b))
+        of_inputs = [Line("gradients of rows, and their sums", "activations", (rows + tokens / s.C) * s.D * s.b)]
+        of_rows = _fullest(of_outputs, of_inputs)
     else:
         rows, outputs = s.R / s.e, s.R / s.e * s.D * (2 * s.b + 4)
         of_rows = [
@@ -347,8 +347,13 @@ def experts_working(s: Letters) -> Lines:
         ]
     of_weights = [
         Line("gradients of the experts", "gradients", (s.N if borrows else 1) * s.P_experts * s.b),
-        Line("gradients of outputs", "activations", outputs),
+        Line("tokens or their gradients, by row" if s.static else "gradients of outputs", "activations", outputs),
     ]
+    if s.static and s.C > 1:
+        of_weights += [
+            Line("all rows by expert, not by chunk", "activations", 3 * s.R * s.f * s.b),
+            Line("their order", "activations", pairs + 4 * s.T * s.A),
+        ]
     sent = _sums_sent(s) if gathers else []
     if borrows:
         wide = s.extra if s.gloo else 0  # gloo sums in float32, from a second buffer

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from modeling.config import GatherMoeConfig
-from modeling.hf_keys import file_tensors
+from modeling.config import GatherMoeConfig, file_tensors
 from recipe.hf.config import choose_type
 from recipe.hf.export import opening_code
 from tests.clean_process import run_clean

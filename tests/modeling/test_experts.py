@@ -9,9 +9,9 @@ from torch import Tensor
 
 from modeling.execution import Execution
 from modeling.experts import GatherMoeExperts
-from modeling.experts_grouped import sort_rows
 from modeling.experts_loop import count_rows
 from modeling.layout import ParallelLayout
+from modeling.rows import sort_rows
 from tests.engine_runs import mesh_without_groups
 from tests.moe_layers import HIDDEN, NUM_EXPERTS, WIDTH, Answer, choose, reference, whole_numbers
 from tests.referee import tiny_config
@@ -142,12 +142,12 @@ def test_the_sum_over_experts_is_made_in_float32(backend: str) -> None:
 def test_rows_are_sorted_by_slot_and_cut_to_what_can_be_here() -> None:
     slots = torch.tensor([[2, 0], [5, 3], [3, 2], [9, 9]]) - 2
     fixed = sort_rows(slots, num_slots=2)
-    assert fixed.token_R.shape[0] == 4 * 2
-    assert fixed.valid_R.tolist() == [True] * 4 + [False] * 4
+    assert fixed.pair_R.shape[0] == 4 * 2
+    assert fixed.row_TA.tolist() == [[0, -1], [-1, 2], [3, 1], [-1, -1]]
     assert fixed.offsets_e.tolist() == [2, 4]
     assert fixed.pair_R[:4].tolist() == [0, 5, 3, 4]
     one = sort_rows(slots, num_slots=1)
-    assert one.token_R.shape[0] == 4  # a token chooses an expert at most once
+    assert one.pair_R.shape[0] == 4  # a token chooses an expert at most once
 
 
 def test_counted_rows_know_where_each_chunk_of_tokens_ends() -> None:

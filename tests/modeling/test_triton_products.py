@@ -2,10 +2,8 @@
 
 import importlib.util
 import itertools
-import multiprocessing as mp
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +22,7 @@ from modeling.experts_grouped import (
     multiply_outer,
     num_row_tiles,
 )
+from tests.triton_kernels import TRITON_NAMES, compile_for
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +44,6 @@ ROUTINGS: dict[str, tuple[list[int], int]] = {
 }
 # Of a result's last rounding. The interpreter cuts bfloat16 off instead of rounding to nearest.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
-
-TRITON_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Problem(NamedTuple):
@@ -176,19 +173,6 @@ def check_compiles() -> None:
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Callable[..., Any]]:
-    """Calls a function in a process of its own, in which Triton interprets its kernels."""
-    with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as pool:
-        with pytest.MonkeyPatch.context() as environment:
-            # Triton reads this when it is first imported, so the process must be born with it.
-            environment.setenv("TRITON_INTERPRET", "1")
-            pool.submit(torch.set_num_threads, 1).result(timeout=60)
-        # Memory that nobody has written then holds NaN.
-        pool.submit(torch.use_deterministic_algorithms, True).result(timeout=60)
-        yield lambda function, *args: pool.submit(function, *args).result(timeout=60)
-
-
 @pytest.mark.parametrize(
     ("routing", "dtype"),
     [*itertools.product(ROUTINGS, (torch.float32, torch.bfloat16)), ("rows that nobody owns", torch.float16)],
@@ -280,34 +264,6 @@ def test_a_checkpoint_with_this_code_loads_without_triton() -> None:
         assert "triton" not in get_imports(path)
 
 
-def compile_for(capability: int, dtype: torch.dtype, precision: str) -> dict[str, int]:
-    """Translate the kernels for a GPU that need not be there; bytes of shared memory by kernel."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from modeling import kernels
-
-    tile = choose_tile(height=4096, width=4096, dtype=dtype)
-    shared_bytes = {}
-    for kernel in (kernels.multiply_rows, kernels.sum_outer):
-        known: dict[str, Any] = {"stride_x_in": 1, "stride_weight_in": 1, "stride_grad_out": 1, "WIDEN": False}
-        known |= {"SEGMENTS": 16, "BAND": experts_grouped.BAND, "PRECISION": precision}
-        known |= {"HEIGHT": tile.height, "WIDTH": tile.width, "DEPTH": tile.depth}
-        known = {name: value for name, value in known.items() if name in kernel.arg_names}
-        pointers = dict.fromkeys(("x_RI", "grad_RO", "weight_eOI", "out_RO", "out_eOI"), f"*{TRITON_NAMES[dtype]}")
-        pointers["offsets_e"] = "*i32"
-        signature = {name: "constexpr" if name in known else pointers.get(name, "i32") for name in kernel.arg_names}
-        aligned = [i for i, name in enumerate(kernel.arg_names) if name in pointers or signature[name] == "i32"]
-        source = triton.compiler.ASTSource(
-            fn=kernel, signature=signature, constexprs=known, attrs={(i,): [["tt.divisibility", 16]] for i in aligned}
-        )
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        assert compiled.asm["cubin"]
-        shared_bytes[kernel.fn.__name__] = compiled.metadata.shared
-    return shared_bytes
-
-
 @pytest.mark.parametrize(
     ("capability", "dtype", "precision"),
     [
@@ -315,14 +271,36 @@ def compile_for(capability: int, dtype: torch.dtype, precision: str) -> dict[str
         (89, torch.float32, "ieee"),
         (90, torch.float16, "ieee"),
         (90, torch.float32, "tf32"),
+        (100, torch.bfloat16, "ieee"),
         (120, torch.bfloat16, "ieee"),
     ],
 )
+@pytest.mark.parametrize("kernel", ["multiply_rows", "sum_outer"])
 def test_kernels_compile_for_gpus(
-    capability: int, dtype: torch.dtype, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernel: str,
+    capability: int,
+    dtype: torch.dtype,
+    precision: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The interpreter takes what the compiler does not. 99 KiB is what a block may have on the smallest, 8.9."""
+    from modeling import kernels
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where nobody has chosen
-    shared_bytes = compile_for(capability, dtype, precision)
-    assert max(shared_bytes.values()) <= 99 * 1024
+    tile = choose_tile(height=4096, width=4096, dtype=dtype)
+    known: dict[str, Any] = {"stride_x_in": 1, "stride_weight_in": 1, "stride_grad_out": 1, "WIDEN": False}
+    known |= {"SEGMENTS": 16, "BAND": experts_grouped.BAND, "PRECISION": precision}
+    known |= {"HEIGHT": tile.height, "WIDTH": tile.width, "DEPTH": tile.depth}
+    types = dict.fromkeys(("x_RI", "grad_RO", "weight_eOI", "out_RO", "out_eOI"), f"*{TRITON_NAMES[dtype]}")
+    usage = compile_for(
+        capability,
+        getattr(kernels, kernel),
+        types=types | {"offsets_e": "*i32"},
+        known=known,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    assert usage.spilled == 0, usage
+    assert usage.shared <= 99 * 1024, usage
