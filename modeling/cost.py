@@ -15,6 +15,7 @@ from .spec import ModelSizes
 MATRICES = 3  # gate, up and down
 ID_BYTES = 2  # an expert's number on the wire
 WEIGHT_BYTES = 4  # a routing weight, and its gradient
+ROW_BUFFER_BYTES = 2**30  # of one tensor of experts' rows, where it has room for the most that could come
 HEAD_CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}  # of float32 logits at a time; a CPU's caches are small
 
 
@@ -154,6 +155,11 @@ def settle_num_chunks(num_tokens: int, *, sent_bytes: int, device: str, overlap:
     """In how many chunks a rank's rows are cut: as many as are wanted, else with overlap as many as pay."""
     num = choose_num_chunks(sent_bytes, device=device) if overlap and wanted is None else wanted or 1
     return max(1, min(num, num_tokens))
+
+
+def tokens_at_once(num_active: int, *widths: int, element_bytes: int) -> int:
+    """Of how many tokens, `num_active` rows each, a buffer of rows of any of these widths has room."""
+    return max(1, ROW_BUFFER_BYTES // (num_active * max(widths) * element_bytes))
 
 
 def chunk_bound(k: int, *, num_rows: int, num_chunks: int) -> int:

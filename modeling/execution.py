@@ -36,7 +36,8 @@ class Execution:
     strategy          how tokens meet experts that several ranks share (moe.py); "auto" is what sends least (cost.py)
     overlap           transfers between the ranks are cut in chunks that travel while others are worked on
     overlap_chunks    how many; None is as many as pay (cost.py)
-    regather          gathered tokens are gathered again in the backward instead of kept
+    regather          the backward gathers tokens again instead of keeping them, and so it makes the gate and up
+                      products of whole experts in fixed buffers, which have up to ep times the rows there are
     experts_backend   "auto" is "loop" on a CPU; on a GPU "grouped", or "triton" where that would wait for the host
     token_dtype       in which tokens travel to the experts: "auto" is the model's, or "float8_e4m3"
     combine_dtype     in which the ranks' parts of the experts' sums travel: "auto" is the model's, or "float32"

@@ -110,8 +110,7 @@ class GatherMoeExperts(nn.Module):
                 backend = grouped_backend(weight.dtype, capability=torch.cuda.get_device_capability(weight.device))
         if backend == "loop":
             return LoopExperts(stacks, slots_TA, weights_TA, chunks, kept)
-        # For gathered tokens whole experts' buffers are up to ep times what a balanced routing fills.
-        recompute = chunks.group is not None and self.mesh.layout.ep > 1
+        recompute = chunks.regather and self.mesh.layout.ep > 1
         triton = backend == "triton"
         return GroupedExperts(stacks, slots_TA, weights_TA, chunks, kept, triton=triton, recompute=recompute)
 
@@ -155,7 +154,7 @@ class _Experts(torch.autograd.Function):
         run = experts.start_pass(stacks, slots_TA, weights_TA, chunks, kept_products)
         scatter = ScatterInChunks(grad_tD.new_empty(grad_tD.shape), chunks)
         for k in range(chunks.num_chunks):
-            scatter.add(k, run.backward_chunk(k, grads.chunk(k), tokens))
+            scatter.add(k, run.backward_chunk(k, grads, tokens))
         # Before the weights' gradients, whose products may take this rank longer than others.
         routing = _scatter_routing_gradient(run.routing_gradient(), chunks)
         grads_TD, tokens_TD = grads.all(), tokens.all()
@@ -200,7 +199,8 @@ class _WholeExperts(torch.autograd.Function):
         x_tD, ids_tA, weights_tA, gate_up, down, *kept_products = ctx.saved_tensors
         stacks = [part.finish() for part in _start_slices((gate_up, down), ctx.group)]
         run = ctx.experts.start_pass(stacks, ids_tA, weights_tA, ctx.chunks, kept_products)
-        grad_x_tD = run.backward_chunk(0, grad_tD, tokens_again(x_tD, ctx.chunks))
+        grads, tokens = (GatherInChunks(each, ctx.chunks) for each in (grad_tD, x_tD))
+        grad_x_tD = run.backward_chunk(0, grads, tokens)
         if not (gate_up_needs_gradient or down_needs_gradient):
             return None, None, None, grad_x_tD, None, run.routing_gradient(), None, None
         home = _start_slices_home(run.weight_gradients(grad_tD, x_tD), ctx.group)

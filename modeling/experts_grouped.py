@@ -1,7 +1,7 @@
 """A rank's experts as grouped products over buffers of fixed size, offsets on the device; the host reads nothing.
 
-Every chunk has as many rows as could ever be this rank's. With `recompute` a forward keeps nothing and the backward
-makes the gate and up products again: these buffers hold up to N times the rows of a balanced routing.
+Buffers hold as many rows as could ever be this rank's, up to N times those of a balanced routing; what works on them
+stops at the last real one (rows.py).
 
 The products are torch's, or kernels of ours for GPUs and types on which torch's reads the offsets on the host, so that
 no CUDA graph can hold it. Their launch grid depends on shapes alone, and tiles are chosen from shapes and type, never
@@ -12,26 +12,45 @@ fake tensors take it as one; they are defined when first used, and Triton is not
 import importlib.util
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .comm import Chunks, GatherInChunks
-from .rows import NAMESPACE, clear_empty, combine, next_power_of_2, permute, sort_rows, swiglu, swiglu_back
+from . import cost
+from .comm import Chunks, GatherInChunks, wide
+from .rows import NAMESPACE, Rows, clear_empty, combine, next_power_of_2, permute, sort_rows, swiglu, swiglu_back
 
 # Row tiles that are worked on together before the next columns; see the kernel.
 BAND = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+class Piece(NamedTuple):
+    """Tokens of one chunk whose rows are worked on together, and which group's: a group has its weights' gradients.
+
+    number     of the piece
+    tokens     where they are, in chunk order
+    first_row  of theirs, in the buffers of the group
+    """
+
+    number: int
+    chunk: int
+    tokens: slice
+    group: int
+    first_row: int
+    rows: Rows
+
+
 class GroupedExperts:
     """One forward, or one backward, of a rank's experts; arguments and methods as those of `LoopExperts`.
 
+    No buffer of rows is larger than ROW_BUFFER_BYTES (cost.py). Tokens whose rows fit together are a group, whose
+    weights' gradients are one product; those of several groups are added in float32.
+
     triton     by our kernels instead of torch's grouped product
-    recompute  the backward makes the products of the forward again, which keeps none
+    recompute  the backward makes the products of the forward again, which keeps none; so it does with several groups
     """
 
     def __init__(
@@ -45,81 +64,141 @@ class GroupedExperts:
         triton: bool = False,
         recompute: bool = False,
     ) -> None:
-        self._triton, self._recompute = triton, recompute
-        self._slots_TA = slots_TA
+        self._triton, self._slots_TA, self._weights_TA = triton, slots_TA, weights_TA
         self._stack_sizes = [stack.shape[0] for stack in stacks[1::2]]
         # A grouped product takes no list.
         self._gate_up, self._down = (
             kind[0] if len(kind) == 1 else torch.cat(list(kind)) for kind in (stacks[::2], stacks[1::2])
         )
-        places = [chunks.gathered_rows(k) for k in range(chunks.num_chunks)]
-        self.rows = [sort_rows(slots_TA[here], num_slots=sum(self._stack_sizes)) for here in places]
-        self._weights_cA = [weights_TA[here] for here in places]
-        # The rows of all chunks one after another.
-        self._row_ends = list(accumulate((len(rows.pair_R) for rows in self.rows), initial=0))
-        self._gate_up_R2f = list(kept)
-        # Filled by a backward.
+        self.pieces = self._cut(chunks)
+        self._recompute = recompute or self.pieces[-1].group > 0
+        self._gate_up_R2f = list(kept)  # of each piece
+        # Filled by a backward: all that the rows of a group leave for their weights' gradients, and these.
         self._act_Rf = self._grad_gate_up_R2f = self._gate_up.new_empty(0)
         self._grad_weights_cA: list[Tensor] = []
+        self._gradients: list[Tensor] = []
 
     def to_keep(self) -> list[Tensor]:
-        """The gate and up products [R, 2f] of each chunk."""
+        """The gate and up products [R, 2f] of each piece."""
         return self._gate_up_R2f
 
     def forward_chunk(self, k: int, x_cD: Tensor, *, dtype: torch.dtype) -> Tensor:
-        rows = self.rows[k]
-        gate_up_R2f = self._multiply_in(k, x_cD)
-        if not self._recompute:
-            self._gate_up_R2f.append(gate_up_R2f)
-        act_Rf = swiglu(gate_up_R2f, self._weights_cA[k], rows)
-        return combine(multiply(act_Rf, self._down, rows.offsets_e, triton=self._triton), rows, dtype=dtype)
+        outs = []
+        pieces = self._of_chunk(k)
+        for piece in pieces:
+            gate_up_R2f = self._multiply_in(piece, x_cD[_within(piece.tokens, pieces[0].tokens)])
+            if not self._recompute:
+                self._gate_up_R2f.append(gate_up_R2f)
+            act_Rf = swiglu(gate_up_R2f, self._weights_TA[piece.tokens], piece.rows)
+            del gate_up_R2f
+            outs.append(combine(self._multiply(act_Rf, self._down, piece.rows), piece.rows, dtype=dtype))
+        return _joined(outs)
 
-    def backward_chunk(self, k: int, grad_cD: Tensor, tokens: GatherInChunks) -> Tensor:
-        rows, here = self.rows[k], slice(self._row_ends[k], self._row_ends[k + 1])
-        if k == 0:
-            num_rows, twice_width = self._row_ends[-1], self._gate_up.shape[1]
-            self._act_Rf = grad_cD.new_empty(num_rows, twice_width // 2)
-            self._grad_gate_up_R2f = grad_cD.new_empty(num_rows, twice_width)
-        gate_up_R2f = self._gate_up_R2f[k] if self._gate_up_R2f else self._multiply_in(k, tokens.chunk(k))
-        grad_act_Rf = multiply(permute(grad_cD, rows), self._down.transpose(1, 2), rows.offsets_e, triton=self._triton)
-        grad_gate_up_R2f = self._grad_gate_up_R2f[here]
-        grad_weights_cA = swiglu_back(
-            grad_act_Rf,
-            gate_up_R2f,
-            self._weights_cA[k],
-            rows,
-            grad_gate_up_R2f=grad_gate_up_R2f,
-            act_Rf=self._act_Rf[here],
-        )
-        self._grad_weights_cA.append(grad_weights_cA)
-        del grad_act_Rf, gate_up_R2f
-        grad_x_RD = multiply(grad_gate_up_R2f, self._gate_up.transpose(1, 2), rows.offsets_e, triton=self._triton)
-        return combine(grad_x_RD, rows, dtype=grad_cD.dtype)
+    def backward_chunk(self, k: int, grads: GatherInChunks, tokens: GatherInChunks) -> Tensor:
+        outs = []
+        pieces, grad_cD = self._of_chunk(k), grads.chunk(k)
+        for piece in pieces:
+            outs.append(self._back(piece, grad_cD[_within(piece.tokens, pieces[0].tokens)], tokens))
+            following = self.pieces[piece.number + 1 :]
+            if following and following[0].group > piece.group:
+                self._add_weight_gradients(piece.group, grads.buffer, tokens.buffer)
+        return _joined(outs)
 
     def routing_gradient(self) -> Tensor:
-        return self._grad_weights_cA[0] if len(self.rows) == 1 else torch.cat(self._grad_weights_cA)
+        return _joined(self._grad_weights_cA)
 
     def weight_gradients(self, grad_TD: Tensor, x_TD: Tensor) -> list[Tensor]:
-        rows, act_Rf, grad_gate_up_R2f = self.rows[0], self._act_Rf, self._grad_gate_up_R2f
-        if len(self.rows) > 1:
-            rows = sort_rows(self._slots_TA, num_slots=sum(self._stack_sizes))
-            where_TA = torch.cat([part.row_TA + start for part, start in zip(self.rows, self._row_ends, strict=False)])
-            act_Rf = permute(act_Rf, rows, through_TA=where_TA)
-            grad_gate_up_R2f = permute(grad_gate_up_R2f, rows, through_TA=where_TA)
-        grad_down = clear_empty(
-            multiply_outer(permute(grad_TD, rows), act_Rf, rows.offsets_e, triton=self._triton), rows
-        )
-        grad_gate_up = clear_empty(
-            multiply_outer(grad_gate_up_R2f, permute(x_TD, rows), rows.offsets_e, triton=self._triton), rows
-        )
+        self._add_weight_gradients(self.pieces[-1].group, grad_TD, x_TD)
+        grad_gate_up, grad_down = (gradient.to(x_TD.dtype) for gradient in self._gradients)
         if len(self._stack_sizes) == 1:
             return [grad_gate_up, grad_down]
         parts = (grad_gate_up.split(self._stack_sizes), grad_down.split(self._stack_sizes))
         return [part for stack in zip(*parts, strict=True) for part in stack]
 
-    def _multiply_in(self, k: int, x_cD: Tensor) -> Tensor:
-        rows = self.rows[k]
-        return multiply(permute(x_cD, rows), self._gate_up, rows.offsets_e, triton=self._triton)
+    def _cut(self, chunks: Chunks) -> list[Piece]:
+        """Cut every chunk in equal pieces that fit, and put as many as fit together into a group."""
+        num_active, num_slots = self._slots_TA.shape[1], sum(self._stack_sizes)
+        _, twice_width, hidden = self._gate_up.shape
+        most = cost.tokens_at_once(
+            min(num_active, num_slots), hidden, twice_width, element_bytes=self._gate_up.element_size()
+        )
+        pieces: list[Piece] = []
+        group = num_tokens = first_row = 0
+        for k in range(chunks.num_chunks):
+            chunk = chunks.gathered_rows(k)
+            length = chunk.stop - chunk.start
+            num = max(1, -(-length // most))
+            for i in range(num):
+                start, end = (cost.chunk_bound(j, num_rows=length, num_chunks=num) for j in (i, i + 1))
+                if num_tokens and num_tokens + end - start > most:
+                    group, num_tokens, first_row = group + 1, 0, 0
+                here = slice(chunk.start + start, chunk.start + end)
+                rows = sort_rows(self._slots_TA[here], num_slots=num_slots)
+                pieces.append(Piece(len(pieces), k, here, group, first_row, rows))
+                num_tokens, first_row = num_tokens + end - start, first_row + len(rows.pair_R)
+        return pieces
+
+    def _of_chunk(self, k: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.chunk == k]
+
+    def _of_group(self, group: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.group == group]
+
+    def _multiply(self, x_RI: Tensor, weight_eOI: Tensor, rows: Rows) -> Tensor:
+        return multiply(x_RI, weight_eOI, rows.offsets_e, triton=self._triton)
+
+    def _multiply_in(self, piece: Piece, x_cD: Tensor) -> Tensor:
+        return self._multiply(permute(x_cD, piece.rows), self._gate_up, piece.rows)
+
+    def _back(self, piece: Piece, grad_cD: Tensor, tokens: GatherInChunks) -> Tensor:
+        """The gradient of the sums of a piece's tokens -> that of the tokens."""
+        rows, twice_width = piece.rows, self._gate_up.shape[1]
+        if piece.first_row == 0:
+            num_rows = sum(len(each.rows.pair_R) for each in self._of_group(piece.group))
+            self._act_Rf = grad_cD.new_empty(num_rows, twice_width // 2)
+            self._grad_gate_up_R2f = grad_cD.new_empty(num_rows, twice_width)
+        here = slice(piece.first_row, piece.first_row + len(rows.pair_R))
+        if self._gate_up_R2f:
+            gate_up_R2f = self._gate_up_R2f[piece.number]
+        else:
+            tokens.chunk(piece.chunk)
+            gate_up_R2f = self._multiply_in(piece, tokens.buffer[piece.tokens])
+        grad_act_Rf = self._multiply(permute(grad_cD, rows), self._down.transpose(1, 2), rows)
+        grad_gate_up_R2f, weights_cA = self._grad_gate_up_R2f[here], self._weights_TA[piece.tokens]
+        outs = {"grad_gate_up_R2f": grad_gate_up_R2f, "act_Rf": self._act_Rf[here]}
+        self._grad_weights_cA.append(swiglu_back(grad_act_Rf, gate_up_R2f, weights_cA, rows, **outs))
+        del grad_act_Rf, gate_up_R2f
+        return combine(self._multiply(grad_gate_up_R2f, self._gate_up.transpose(1, 2), rows), rows, dtype=grad_cD.dtype)
+
+    def _add_weight_gradients(self, group: int, grad_TD: Tensor, x_TD: Tensor) -> None:
+        """Add the gradients that a group's rows, whose backward is done, have for the weights."""
+        pieces = self._of_group(group)
+        here = slice(pieces[0].tokens.start, pieces[-1].tokens.stop)
+        rows, act_Rf, grad_gate_up_R2f = pieces[0].rows, self._act_Rf, self._grad_gate_up_R2f
+        if len(pieces) > 1:
+            rows = sort_rows(self._slots_TA[here], num_slots=sum(self._stack_sizes))
+            where_TA = torch.cat([piece.rows.row_TA + piece.first_row for piece in pieces])
+            act_Rf = permute(act_Rf, rows, through_TA=where_TA)
+            grad_gate_up_R2f = permute(grad_gate_up_R2f, rows, through_TA=where_TA)
+
+        def outer(grad_RO: Tensor, x_RI: Tensor) -> Tensor:
+            return clear_empty(multiply_outer(grad_RO, x_RI, rows.offsets_e, triton=self._triton), rows)
+
+        grad_down = outer(permute(grad_TD[here], rows), act_Rf)
+        grad_gate_up = outer(grad_gate_up_R2f, permute(x_TD[here], rows))
+        if not self._gradients:
+            self._gradients = [grad_gate_up, grad_down]
+            return
+        for i, gradient in enumerate((grad_gate_up, grad_down)):
+            self._gradients[i] = wide(self._gradients[i]).add_(gradient)
+
+
+def _within(inner: slice, outer: slice) -> slice:
+    return slice(inner.start - outer.start, inner.stop - outer.start)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Tile(NamedTuple):

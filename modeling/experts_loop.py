@@ -105,8 +105,9 @@ class LoopExperts:
             out_cD.index_add_(0, token, y.mul_(self._weight_R[here, None]))
         return out_cD.to(dtype)
 
-    def backward_chunk(self, k: int, grad_cD: Tensor, tokens: GatherInChunks) -> Tensor:
+    def backward_chunk(self, k: int, grads: GatherInChunks, tokens: GatherInChunks) -> Tensor:
         """The gradient of chunk k's sums -> that of its tokens, [c, D] in the same type; sums in float32."""
+        grad_cD = grads.chunk(k)
         first = self.chunks.gathered_rows(k).start
         grad_x_cD = wide(grad_cD[:0]).new_zeros(grad_cD.shape)
         for slot, here in self._segments(k):

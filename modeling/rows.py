@@ -201,6 +201,8 @@ def _combine(y_RD: Tensor, row_TA: Tensor, dtype: torch.dtype) -> Tensor:
 
     out_TD = y_RD.new_empty(num_tokens, num_columns, dtype=dtype)
     columns = min(1024, next_power_of_2(num_columns))
+    if not num_tokens:  # a grid must not be empty
+        return out_TD
     with torch.cuda.device_of(y_RD):
         combine_rows[(num_tokens, -(-num_columns // columns))](
             y_RD, row_TA, out_TD, num_columns, NUM_ACTIVE=num_active, COLUMNS=columns

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
-from math import exp, log
+from math import ceil, exp, log
 from typing import NamedTuple
 
 from modeling.cost import MATRICES
@@ -271,7 +271,10 @@ def expert_times(job: Job, rates: Rates) -> Both:
         activations = per_row("activation", rows.width), per_row("activation_backward", rows.width)
         sums = per_row("add_rows", width) + rates.pass_s("copy", rows.tokens * width)
     first = look_up + product(width, 2 * rows.width)
-    again = first if job.static_rows and layout.tp > 1 and layout.ep > 1 else 0.0
+    groups = ceil(rows.buffer / max(rows.at_once, 1))
+    is_regathered = job.execution.regather and layout.ep > 1 and job.group_strategy == "gather_tokens"
+    again = first if job.static_rows and (is_regathered or groups > 1) else 0.0
+    added = rates.pass_s("add", MATRICES * rows.num_experts * rows.width * width, count=groups - 1)
     forward = Times(
         before=rates.pass_s("norm", here),
         sums=first + activations[0] + product(rows.width, width) + sums + moved_s,
@@ -281,7 +284,11 @@ def expert_times(job: Job, rates: Rates) -> Both:
     weighted = 0.0 if job.static_rows else per_row("add", width)  # outputs' gradients by their routing weights
     backward = Times(
         sums=again + of_inputs + sums + moved_back_s,
-        weights=weights_product(width, rows.width) + weights_product(2 * rows.width, width) + 2 * look_up + weighted,
+        weights=weights_product(width, rows.width)
+        + weights_product(2 * rows.width, width)
+        + 2 * look_up
+        + weighted
+        + added,
         # The gradients of the experts' and the router's inputs and of the residual meet.
         after=rates.pass_s("norm_backward", here) + rates.pass_s("add", here, count=2),
     )

@@ -23,7 +23,8 @@ class ExpertRows(NamedTuple):
     """What the experts of the slowest rank work on in a layer.
 
     rows         of all its experts: pairs of a token and one of its experts
-    buffer       rows as the elementwise work sees them: with static rows the most that could come
+    buffer       rows there is room for: with static rows the most that could come
+    at_once      of these, those that lie in buffers at once
     num_experts  here
     width        of an expert here
     chunks       in which the rows come
@@ -32,6 +33,7 @@ class ExpertRows(NamedTuple):
 
     rows: float
     buffer: float
+    at_once: float
     num_experts: int
     width: int
     chunks: int
@@ -146,13 +148,24 @@ class Job:
         sizes, layout, active = self.sizes, self.layout, self.sizes.num_experts_per_tok
         if self.group_strategy == "gather_weights":
             own = active * self.tokens_per_rank
-            return ExpertRows(own, own, sizes.num_experts, sizes.moe_intermediate_size, 1, self.tokens_per_rank)
+            at_once = self._rows_at_once(own, experts=sizes.num_experts, width=sizes.moe_intermediate_size)
+            return ExpertRows(
+                own, own, at_once, sizes.num_experts, sizes.moe_intermediate_size, 1, self.tokens_per_rank
+            )
         experts, width = sizes.num_experts // layout.ep, sizes.moe_intermediate_size // layout.etp
         rows = (self.rho if layout.ep > 1 else 1.0) * active * self.num_tokens / layout.ep
         if self.group_strategy == "all_to_all":
-            return ExpertRows(rows, rows, experts, width, 1, rows)
+            return ExpertRows(rows, rows, rows, experts, width, 1, rows)
         buffer = self.num_tokens * min(active, experts) if self.static_rows else rows
-        return ExpertRows(rows, buffer, experts, width, self.num_chunks, self.num_tokens)
+        at_once = self._rows_at_once(buffer, experts=experts, width=width)
+        return ExpertRows(rows, buffer, at_once, experts, width, self.num_chunks, self.num_tokens)
+
+    def _rows_at_once(self, buffer: float, *, experts: int, width: int) -> float:
+        if not self.static_rows:
+            return buffer
+        active = min(self.sizes.num_experts_per_tok, experts)
+        widths = self.sizes.hidden_size, 2 * width
+        return min(buffer, active * cost.tokens_at_once(active, *widths, element_bytes=self.element_bytes))
 
     @property
     def moe_traffic(self) -> cost.MoeTraffic:

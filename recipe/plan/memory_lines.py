@@ -102,6 +102,7 @@ LETTERS: Mapping[str, Letter] = {
     "e": Letter("experts that a rank computes", lambda job, _: max(job.expert_rows.num_experts, 1)),
     "f": Letter("their width on a rank", lambda job, _: job.expert_rows.width),
     "R": Letter("rows of a rank's experts", lambda job, _: job.expert_rows.buffer),
+    "G": Letter("of these, those worked on at once", lambda job, _: job.expert_rows.at_once),
     "w": Letter("width of a dense layer on a rank", lambda job, _: job.sizes.intermediate_size // job.layout.tp),
     "v": Letter("vocabulary of a rank", lambda job, _: -(-job.sizes.vocab_size // job.layout.tp)),
     "c": Letter(
@@ -128,6 +129,7 @@ class Letters:
     keeps   gathered tokens wait for the backward
     static  buffers of the experts have the most rows that could come
     again   these are made again in the backward: see modeling/experts.py
+    groups  in which these come, one after another
     joins   documents are attended to one by one, and their outputs joined
     """
 
@@ -140,7 +142,9 @@ class Letters:
         self.regather, self.keeps = job.execution.regather, tp > 1 and not job.execution.regather
         self.static, self.clips = job.static_rows, job.model.get("clip_qkv") is not None
         slices = job.expert_rows.num_experts < job.sizes.num_experts
-        self.again = job.static_rows and tp > 1 and self.strategy == "gather_tokens" and slices
+        self.groups = math.ceil(job.expert_rows.buffer / max(job.expert_rows.at_once, 1))
+        is_again = self.regather and self.strategy == "gather_tokens" and slices
+        self.again = job.static_rows and (is_again or self.groups > 1)
         for letter, value in self.values.items():
             setattr(self, letter, self.term(value, letter))
 
@@ -318,11 +322,11 @@ def experts_working(s: Letters) -> Lines:
     """Return what the experts' backward adds: while tokens' gradients are made or sent, or when the weights' are."""
     borrows, gathers = s.strategy == "gather_weights", s.strategy == "gather_tokens" and s.N > 1
     tokens = s.R if s.strategy == "all_to_all" else s.t if borrows else s.T
-    pairs = 4 * (s.T * s.A + s.R)
+    pairs, at_once = 4 * (s.T * s.A + s.R), s.R if s.groups == 1 else s.G
     lines = [
         _residual(s),
         Line("gradient of the experts' input", "activations", s.t * s.D * s.b),
-        Line("activations and gradients of all rows", "activations", 3 * s.R * s.f * s.b),
+        Line("activations and gradients of all rows", "activations", 3 * at_once * s.f * s.b),
         Line("order of the rows", "activations", pairs if s.static else 16 * s.T * s.A + 8 * s.R),
     ]
     if borrows:
@@ -333,12 +337,15 @@ def experts_working(s: Letters) -> Lines:
             lines.append(_gathered(s, "tokens for the experts"))
     # The loop holds the rows of one expert at a time, the grouped product those of all.
     if s.static:
-        rows, outputs = s.R / s.C, s.R * s.D * s.b
+        pieces = max(s.C / s.groups, 1)
+        rows, outputs = at_once / pieces, at_once * s.D * s.b
         of_outputs = [Line("gradients of outputs and activations", "activations", rows * (s.D + s.f) * s.b)]
         if s.again:
             of_outputs.append(Line("gate and up products, again", "activations", 2 * rows * s.f * s.b))
         of_inputs = [Line("gradients of rows, and their sums", "activations", (rows + tokens / s.C) * s.D * s.b)]
         of_rows = _fullest(of_outputs, of_inputs)
+        if s.groups > 1:
+            lines.append(Line("sums of the experts' gradients", "gradients", 4 * (s.N if borrows else 1) * s.P_experts))
     else:
         rows, outputs = s.R / s.e, s.R / s.e * s.D * (2 * s.b + 4)
         of_rows = [
@@ -349,9 +356,9 @@ def experts_working(s: Letters) -> Lines:
         Line("gradients of the experts", "gradients", (s.N if borrows else 1) * s.P_experts * s.b),
         Line("tokens or their gradients, by row" if s.static else "gradients of outputs", "activations", outputs),
     ]
-    if s.static and s.C > 1:
+    if s.static and s.groups < s.C:
         of_weights += [
-            Line("all rows by expert, not by chunk", "activations", 3 * s.R * s.f * s.b),
+            Line("all rows by expert, not by chunk", "activations", 3 * at_once * s.f * s.b),
             Line("their order", "activations", pairs + 4 * s.T * s.A),
         ]
     sent = _sums_sent(s) if gathers else []

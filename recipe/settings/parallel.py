@@ -254,10 +254,12 @@ def settle_execution(
     sources: Sources, *, sizes: ModelSizes, layout: ParallelLayout, strategy: str, experts_backend: str
 ) -> Execution:
     """Settle every option but `cuda_graph`, which `settle_graphs` does last; each value that cannot hold is a fault."""
-    shares, gathers_again = layout.tp > 1, layout.ep > 1
+    shares, recomputes = layout.tp > 1, sources.arguments.gradient_checkpointing
+    gathers_again = layout.ep > 1 and not recomputes
     why = "transfers travel while others are worked on" if shares else "there is one rank in a group"
     overlap = _switch(sources, key="overlap", auto=shares, why=why)
     kept = f"gathered tokens are {'gathered again in the backward' if gathers_again else 'kept'}, ep={layout.ep}"
+    kept += " and every block is recomputed" if recomputes else ""
     execution = Execution(
         strategy=strategy,
         experts_backend=experts_backend,

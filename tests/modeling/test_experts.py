@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modeling import cost
+from modeling.comm import Chunks, GatherInChunks
 from modeling.execution import Execution
 from modeling.experts import GatherMoeExperts
+from modeling.experts_grouped import GroupedExperts
 from modeling.experts_loop import count_rows
 from modeling.layout import ParallelLayout
 from modeling.rows import sort_rows
@@ -161,6 +164,43 @@ def test_counted_rows_know_where_each_chunk_of_tokens_ends() -> None:
     nobody = count_rows(torch.full((4, 2), 7), num_slots=2, token_ends=[2, 4])
     assert nobody.ends == [[0, 0], [0, 0]]
     assert nobody.pair_R.numel() == 0
+
+
+@pytest.mark.parametrize("kind", ["random", "padding", "last rank idle", "all padding"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("most", [10**6, 7, 3])
+def test_pieces_of_any_size_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, most: int, num_chunks: int, dtype: torch.dtype, kind: str
+) -> None:
+    """Several groups, of one piece or more, whose weights' gradients are added; and one, whose products are kept."""
+    monkeypatch.setattr(cost, "tokens_at_once", lambda *_, **__: most)
+    x, grad, gate_up, down = whole_numbers(dtype)
+    ids, weights = choose(kind, ACTIVE)
+    weights = weights.to(torch.promote_types(dtype, torch.float32))
+    chunks = Chunks(len(x), num_chunks=num_chunks)
+    forward = GroupedExperts((gate_up, down), ids, weights, chunks)
+    places = [chunks.gathered_rows(k) for k in range(num_chunks)]
+    out = torch.cat([forward.forward_chunk(k, x[here], dtype=dtype) for k, here in enumerate(places)])
+    kept = forward.to_keep()
+    assert len(kept) == (num_chunks if most > len(x) else 0)
+    back = GroupedExperts((gate_up, down), ids, weights, chunks, kept)
+    assert (back.pieces[-1].group > 0) == (most < len(x))
+    grads, tokens = GatherInChunks(grad, chunks), GatherInChunks(x, chunks)
+    grad_x = torch.cat([back.backward_chunk(k, grads, tokens) for k in range(num_chunks)])
+    routing = back.routing_gradient()
+    got = Answer(out, grad_x, routing, *back.weight_gradients(grad, x))
+    for name, tensor in got._asdict().items():
+        exact = getattr(reference(ACTIVE, kind), name)
+        assert tensor.dtype == (weights.dtype if name == "weights" else dtype)
+        error = (tensor.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-12)
+        assert error < BOUNDS[dtype], f"{name}: {error:.2e}"
+
+
+def test_no_buffer_of_rows_is_larger_than_a_gibibyte() -> None:
+    qwen, mixtral = ((8, 2048, 2 * 768), (1, 4096, 2 * 14336))
+    assert cost.tokens_at_once(*qwen, element_bytes=2) == 2**15
+    assert 2**30 - 2**16 < cost.tokens_at_once(*mixtral, element_bytes=2) * 2 * 28672 <= 2**30
 
 
 def test_auto_is_the_loop_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

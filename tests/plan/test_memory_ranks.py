@@ -198,3 +198,27 @@ def test_the_peak_with_static_rows_is_predicted(
     job = job_of(measured, device=device)
     peak = alone.submit(fake_peak, job).result(timeout=60)
     assert predicted(job) == pytest.approx(peak, rel=BOUND)
+
+
+def small_buffers(job: Job) -> int:
+    with patch("modeling.cost.ROW_BUFFER_BYTES", 2**22):
+        return fake_peak(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "case"),
+    [({}, Case(tp=4, ep=4)), (CHUNKS, Case(tp=4, ep=4)), ({"overlap": True, "overlap_chunks": 8}, Case(tp=4))],
+    ids=str,
+)
+def test_the_peak_is_predicted_where_rows_come_group_by_group(
+    model: dict[str, Any], case: Case, alone: ProcessPoolExecutor
+) -> None:
+    measured = Measured(STATIC | model, case._replace(bf16=True), {}, 4, 2048, None)
+    job = job_of(measured, device="cuda")
+    at_once, grouped = predicted(job), alone.submit(small_buffers, job).result(timeout=60)
+    with patch("modeling.cost.ROW_BUFFER_BYTES", 2**22):
+        job = replace(job)  # whose cached rows were those of one group
+        assert job.expert_rows.at_once < job.expert_rows.buffer
+        assert predicted(job) == pytest.approx(grouped, rel=BOUND)
+    assert grouped < 0.9 * at_once
