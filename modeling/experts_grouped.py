@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cost
 from .comm import Chunks, GatherInChunks, wide
+from .cost import chunk_bound, tokens_at_once
 from .rows import NAMESPACE, Rows, clear_empty, combine, next_power_of_2, permute, sort_rows, swiglu, swiglu_back
 
 # Row tiles that are worked on together before the next columns; see the kernel.
@@ -119,7 +119,7 @@ class GroupedExperts:
         """Cut every chunk in equal pieces that fit, and put as many as fit together into a group."""
         num_active, num_slots = self._slots_TA.shape[1], sum(self._stack_sizes)
         _, twice_width, hidden = self._gate_up.shape
-        most = cost.tokens_at_once(
+        most = tokens_at_once(
             min(num_active, num_slots), hidden, twice_width, element_bytes=self._gate_up.element_size()
         )
         pieces: list[Piece] = []
@@ -129,7 +129,7 @@ class GroupedExperts:
             length = chunk.stop - chunk.start
             num = max(1, -(-length // most))
             for i in range(num):
-                start, end = (cost.chunk_bound(j, num_rows=length, num_chunks=num) for j in (i, i + 1))
+                start, end = (chunk_bound(j, num_rows=length, num_chunks=num) for j in (i, i + 1))
                 if num_tokens and num_tokens + end - start > most:
                     group, num_tokens, first_row = group + 1, 0, 0
                 here = slice(chunk.start + start, chunk.start + end)

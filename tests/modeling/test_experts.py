@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling import cost
+from modeling import cost, experts_grouped
 from modeling.comm import Chunks, GatherInChunks
 from modeling.execution import Execution
 from modeling.experts import GatherMoeExperts
@@ -174,7 +174,7 @@ def test_pieces_of_any_size_give_the_same(
     monkeypatch: pytest.MonkeyPatch, most: int, num_chunks: int, dtype: torch.dtype, kind: str
 ) -> None:
     """Several groups, of one piece or more, whose weights' gradients are added; and one, whose products are kept."""
-    monkeypatch.setattr(cost, "tokens_at_once", lambda *_, **__: most)
+    monkeypatch.setattr(experts_grouped, "tokens_at_once", lambda *_, **__: most)
     x, grad, gate_up, down = whole_numbers(dtype)
     ids, weights = choose(kind, ACTIVE)
     weights = weights.to(torch.promote_types(dtype, torch.float32))
