@@ -280,20 +280,20 @@ def fp32_precision(device_type: str) -> str:
 @torch.compiler.assume_constant_result
 def _prepare() -> bool:
     """Define the operators, once; whether Triton interprets. ValueError where there is no Triton."""
-    _define_operators()
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            "experts_backend='triton' needs the package triton, which is not installed; `pip install triton` (Linux), "
+            "or choose experts_backend='grouped' or 'loop'"
+        )
+    define_products()
     from .kernels import interpreted
 
     return interpreted()
 
 
 @cache
-def _define_operators() -> None:
-    if importlib.util.find_spec("triton") is None:
-        raise ValueError(
-            "experts_backend='triton' needs the package triton, which is not installed; `pip install triton` (Linux), "
-            "or choose experts_backend='grouped' or 'loop'"
-        )
-
+def define_products() -> None:
+    """Define the operators `multiply` and `multiply_outer` in NAMESPACE; on fake tensors they need no Triton."""
     multiply = torch.library.custom_op(f"{NAMESPACE}::multiply", _launch_multiply, mutates_args=())
     multiply.register_fake(lambda x_RI, weight_eOI, offsets_e, sides: x_RI.new_empty(len(x_RI), weight_eOI.shape[1]))
     outer = torch.library.custom_op(f"{NAMESPACE}::multiply_outer", _launch_multiply_outer, mutates_args=())

@@ -34,6 +34,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the plan's numbers beside those counted; exit code 1 where bytes differ",
     )
+    parser.add_argument(
+        "--kernels", action="store_true", help="count launches, bytes through memory and FLOPs of a layer and a step"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
@@ -53,6 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
             engine_config=settings.engine,
             rank=arguments.rank,
             all_layers=arguments.all_layers,
+            kernels=arguments.kernels,
             say=partial(print, file=sys.stderr, flush=True),
         )
         comparison = compare(found, job, rank=arguments.rank) if arguments.compare else None

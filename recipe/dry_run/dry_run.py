@@ -7,6 +7,7 @@ real engine at full size (engine_trace.py). Nothing here is computed by the plan
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from modeling.mesh import ParallelMesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.noise import NoiseOrigin
 from recipe.dry_run.engine_trace import trace_engine
-from recipe.dry_run.fake_world import config_of, fake_world, without_data
+from recipe.dry_run.fake_world import config_of, fake_world, share_of_rows, without_data
+from recipe.dry_run.kernels import KernelCount, KernelReport
 from recipe.dry_run.ledger import Ledger
 from recipe.dry_run.live_memory import LiveMemory, PhasePeaks, Phases
 from recipe.plan.job import Job
@@ -35,12 +37,14 @@ class DryRun(NamedTuple):
     memory_bytes  alive at the fullest moment of a micro-batch, by kind: weights and gradients as without ZeRO
     moment        when that is
     notes         what was assumed, in words
+    kernels       operators of a micro-batch, where they were asked for
     """
 
     rows: tuple[Sent, ...]
     memory_bytes: Mapping[str, int]
     moment: str
     notes: tuple[str, ...]
+    kernels: KernelReport | None = None
 
     @property
     def sent_bytes(self) -> float:
@@ -65,12 +69,14 @@ def dry_run(
     engine_config: Mapping[str, Any],
     rank: int = 0,
     all_layers: bool = False,
+    kernels: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> DryRun:
     """Run a step of the job as `rank`, in a process without a process group.
 
     engine_config  what DeepSpeed gets in the run itself, with the job's zero block
     all_layers     run all of many layers, instead of a few of each kind for all
+    kernels        count operators too
 
     ValueError for copies of experts, which go by the loads of earlier steps.
     """
@@ -85,9 +91,10 @@ def dry_run(
         trace = trace_micro_batch(job, mesh, all_layers=all_layers, say=say)
         say("DeepSpeed's engine with all layers")
         engine_rows = trace_engine(job, mesh, engine_config=engine_config)
+        counted = count_kernels(job, mesh) if kernels else None
     rows = add_up([*(row.times(job.accumulation) for row in trace.rows), *engine_rows])
     moment = trace.fullest
-    return DryRun(rows, trace.phases[moment], moment, tuple(_notes(job, all_layers=all_layers)))
+    return DryRun(rows, trace.phases[moment], moment, tuple(_notes(job, all_layers=all_layers)), counted)
 
 
 def trace_micro_batch(job: Job, mesh: ParallelMesh, *, all_layers: bool, say: Callable[[str], None]) -> Trace:
@@ -122,6 +129,19 @@ def trace_micro_batch(job: Job, mesh: ParallelMesh, *, all_layers: bool, say: Ca
 
 
 def _run(job: Job, mesh: ParallelMesh) -> Trace:
+    with fake_model(job, mesh) as model:
+        memory = LiveMemory()
+        memory.name(model.parameters(), kind="weights")
+        memory.name_gradients(model.parameters())
+        peaks = PhasePeaks(memory, model)
+        with without_data(job), memory, Ledger() as ledger:
+            run_micro_batch(job, model)
+        return Trace(ledger.rows(mesh), peaks.finish())
+
+
+@contextmanager
+def fake_model(job: Job, mesh: ParallelMesh) -> Iterator[Any]:
+    """Build the job's model of fake tensors, which live as long as this context."""
     config = config_of(job)
     with FakeTensorMode(), torch.random.fork_rng():
         # What a fake tensor is cannot be changed any more.
@@ -130,25 +150,44 @@ def _run(job: Job, mesh: ParallelMesh) -> Trace:
         model.train()
         if job.recompute:
             model.gradient_checkpointing_enable()
-        ids = torch.zeros(job.num_sequences, job.block_size, dtype=torch.int64)
-        starts = tuple(range(0, job.block_size, round(job.attention_length or job.block_size)))  # of its documents
-        memory = LiveMemory()
-        memory.name(model.parameters(), kind="weights")
-        memory.name_gradients(model.parameters())
-        peaks = PhasePeaks(memory, model)
-        with without_data(job), memory, Ledger() as ledger:
-            output = model(
-                input_ids=ids,
-                labels=ids.clone(),
-                document_starts=(starts,) * job.num_sequences,
-                use_cache=False,
-                output_logits=False,
-                num_items_in_batch=job.num_tokens,
-                num_tokens_in_batch=job.num_tokens,
-                noise=NoiseOrigin(0, 0) if config.router_jitter_noise else None,
-            )
-            output.loss.backward()
-        return Trace(ledger.rows(mesh), peaks.finish())
+        yield model
+
+
+def run_micro_batch(job: Job, model: Any) -> None:
+    """Run forward and backward of one micro-batch on a model of `fake_model`."""
+    ids = torch.zeros(job.num_sequences, job.block_size, dtype=torch.int64)
+    starts = tuple(range(0, job.block_size, round(job.attention_length or job.block_size)))  # of its documents
+    output = model(
+        input_ids=ids,
+        labels=ids.clone(),
+        document_starts=(starts,) * job.num_sequences,
+        use_cache=False,
+        output_logits=False,
+        num_items_in_batch=job.num_tokens,
+        num_tokens_in_batch=job.num_tokens,
+        noise=NoiseOrigin(0, 0) if job.model.get("router_jitter_noise") else None,
+    )
+    output.loss.backward()
+
+
+def count_kernels(job: Job, mesh: ParallelMesh) -> KernelReport:
+    """Count the operators of one MoE layer, and of a whole micro-batch put together from layers of each kind."""
+
+    def run(moe: int, dense: int) -> KernelCount:
+        some = {"num_hidden_layers": moe + dense, "mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
+        with (
+            fake_model(replace(job, model={**job.model, **some}), mesh) as model,
+            without_data(job),
+            KernelCount(model, share_of_rows=share_of_rows(job)) as count,
+        ):
+            run_micro_batch(job, model)
+        return count
+
+    num_moe, num_dense = job.sizes.num_moe_layers, len(job.sizes.dense_layers)
+    counts = [(run(min(num_moe, 1), 0 if num_moe else 1), max(num_moe, 1))]
+    if num_moe and num_dense:
+        counts.append((run(0, 1), num_dense))
+    return KernelReport.of(counts)
 
 
 def _notes(job: Job, *, all_layers: bool) -> Iterator[str]:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from modeling.config import GatherMoeConfig
 from modeling.cost import settle_num_chunks
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh
+from modeling.rows import NAMESPACE
 from recipe.plan.job import Job
 
 
@@ -53,9 +55,7 @@ def without_data(job: Job) -> Iterator[None]:
     Every expert gets equally many rows and every rank sends equally many, up to the remainder. Tokens are cut into as
     many chunks as on the job's device.
     """
-    pairs = job.num_tokens * job.sizes.num_experts_per_tok
-    # What a rank's experts work on is as much as its own tokens ask for where weights or rows travel.
-    rows = pairs // (job.layout.ep if job.moe_strategy == "gather_tokens" else job.layout.tp)
+    pairs, rows = job.num_tokens * job.sizes.num_experts_per_tok, _even_rows(job)
 
     def as_on_the_device(num_tokens: int, **options: Any) -> int:
         return settle_num_chunks(num_tokens, **{**options, "device": job.device})
@@ -65,19 +65,36 @@ def without_data(job: Job) -> Iterator[None]:
             (comm, "settle_num_chunks", as_on_the_device),
             (experts_loop, "read_row_ends", _even_ends(rows)),
             (moe, "read_row_splits", _even_splits(pairs // job.layout.tp)),
-            (experts_grouped, "multiply", _empty_product),
-            (experts_grouped, "multiply_outer", _empty_outer_product),
+            (experts_grouped, "multiply", _product),
+            (experts_grouped, "multiply_outer", _outer_product),
         ):
             stack.enter_context(patch.object(module, name, function))
         yield
 
 
-def _empty_product(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
-    return x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
+# Our operators for either backend: they are dispatched as one, and fake tensors of any shape pass.
+def _product(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    experts_grouped.define_products()
+    return getattr(torch.ops, NAMESPACE).multiply(x_RI, weight_eOI, offsets_e, None)
 
 
-def _empty_outer_product(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
-    return x_RI.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1])
+def _outer_product(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, *, triton: bool) -> Tensor:
+    experts_grouped.define_products()
+    return getattr(torch.ops, NAMESPACE).multiply_outer(grad_RO, x_RI, offsets_e, None)
+
+
+def _even_rows(job: Job) -> int:
+    """Rows of a rank's experts: as many as its own tokens ask for where weights or rows travel."""
+    pairs = job.num_tokens * job.sizes.num_experts_per_tok
+    return pairs // (job.layout.ep if job.moe_strategy == "gather_tokens" else job.layout.tp)
+
+
+def share_of_rows(job: Job) -> float:
+    """Return which part of the experts' buffers of rows is there."""
+    active, experts = job.sizes.num_experts_per_tok, job.sizes.num_experts // job.layout.ep
+    if job.group_strategy != "gather_tokens":
+        return 1.0
+    return _even_rows(job) / (job.num_tokens * min(active, experts))
 
 
 def even_parts(total: int, *, size: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from recipe.dry_run.dry_run import DryRun
 from recipe.dry_run.fake_world import even_parts
+from recipe.dry_run.kernels import LAYER_PARTS, KernelReport, Kernels
 from recipe.dry_run.live_memory import BLOCK_KINDS, HEAD, block_phase
 from recipe.plan.job import Job
 from recipe.plan.memory import Moment, moments, predict_memory
@@ -17,6 +18,7 @@ from recipe.shared.sent import Sent, add_up
 from recipe.shared.units import aligned, size
 
 WORTH_A_LINE = 2**10  # bytes; losses themselves are a few
+PHASES = ("forward", "backward")
 MEMORY_KINDS = ("weights", "gradients", "activations", "gathered", "logits")
 
 
@@ -109,6 +111,8 @@ def describe(found: DryRun, job: Job, *, rank: int, comparison: Comparison | Non
     else:
         memory = [(kind, *map(size, both)) for kind, both in comparison.memory.items() if max(both) >= WORTH_A_LINE]
         yield from (f"  {line}" for line in aligned([("kind", "counted", "planned"), *memory], left=(0,)))
+    if found.kernels is not None:
+        yield from _describe_kernels(found.kernels, accumulation=job.accumulation)
     yield from (f"note: {note}" for note in found.notes)
     if comparison is not None:
         rows = comparison.rows
@@ -135,6 +139,8 @@ def as_json(found: DryRun, job: Job, *, rank: int, comparison: Comparison | None
         "memory_moment": found.moment,
         "notes": list(found.notes),
     }
+    if found.kernels is not None:
+        facts["kernels"] = _kernels_as_json(found.kernels, accumulation=job.accumulation)
     if comparison is not None:
         step = predict_memory(job)
         facts["compare"] = {
@@ -159,6 +165,46 @@ def as_json(found: DryRun, job: Job, *, rank: int, comparison: Comparison | None
             "planned_step_memory_bytes": {"peak": step.peak_bytes, "with_margin": step.total_bytes},
         }
     return facts
+
+
+def _describe_kernels(found: KernelReport, *, accumulation: int) -> Iterator[str]:
+    yield "a layer's operators, by what they belong to:"
+    table: list[tuple[str, ...]] = [("part", "", "launches", "read", "written", "TFLOP")]
+    for part in (*LAYER_PARTS, None):
+        for phase in PHASES:
+            row = found.total(phase, part=part)
+            if row.launches:
+                table.append((part or "all", phase, *_work(row)))
+    yield from (f"  {line}" for line in aligned(table, left=(0, 1)))
+    step = [found.total(phase, rows=found.micro_batch).times(accumulation) for phase in PHASES]
+    yield "a step's, without ZeRO and the optimizer:"
+    table = [("", "launches", "read", "written", "TFLOP"), *((row.phase, *_work(row)) for row in step)]
+    yield from (f"  {line}" for line in aligned(table, left=(0,)))
+    yield f"the largest tensor of experts' rows: {size(found.largest_rows_bytes)}"
+    waits = ", ".join(f"{number} x {name}" for name, number in found.host_waits.items())
+    yield f"the host waits for the device: {waits or 'never'}"
+
+
+def _work(row: Kernels) -> tuple[str, ...]:
+    return f"{row.launches:,.0f}", size(row.read_bytes), size(row.written_bytes), f"{row.flops / 1e12:.3f}"
+
+
+def _kernels_as_json(found: KernelReport, *, accumulation: int) -> dict[str, Any]:
+    def numbers(row: Kernels) -> dict[str, float]:
+        return {"launches": row.launches, "bytes": row.bytes, "flops": row.flops}
+
+    layer, step = {}, {}
+    for phase in PHASES:
+        experts_bytes = found.total(phase, part="experts").bytes
+        parts = {part: numbers(found.total(phase, part=part)) for part in LAYER_PARTS}
+        layer[phase] = {**numbers(found.total(phase)), "experts_bytes": experts_bytes, "parts": parts}
+        step[phase] = numbers(found.total(phase, rows=found.micro_batch).times(accumulation))
+    return {
+        "layer": layer,
+        "step": step,
+        "host_syncs": sum(found.host_waits.values()),
+        "largest_transient_bytes": found.largest_rows_bytes,
+    }
 
 
 def _in_part(part: str, all_moments: Sequence[Moment], *, job: Job) -> list[Moment]:

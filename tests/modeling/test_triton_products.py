@@ -242,7 +242,6 @@ def test_float32_is_rounded_to_tf32_only_where_torch_is_told_so() -> None:
 
 def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    experts_grouped._define_operators.cache_clear()
     with pytest.raises(ValueError, match=r"'triton' .* is not installed; `pip install triton`.*'grouped' or 'loop'"):
         products(problem("one expert", torch.float32))
 

@@ -79,7 +79,7 @@ def test_room_for_more_rows_is_memory_not_time() -> None:
 
 def test_what_is_gathered_again_is_multiplied_again_where_buffers_have_room_for_more() -> None:
     grouped = {"tp": 4, "experts_backend": "grouped"}
-    # Of two products forward and four backward, gate and up are two thirds of a pair; slices have every row and keep them.
+    # Gate and up are two thirds of two products, of which a backward has twice as many; slices keep them.
     for ep, share in ((4, 2 / 9), (1, 0.0)):
         kept, again = (timed(**grouped, ep=ep, regather=regather).experts_s for regather in (False, True))
         assert again / kept == pytest.approx(1 + share, rel=1e-3)
