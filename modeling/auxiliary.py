@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
-from .comm import scope, total_over_group
+from .comm import at_least_one, scope, total_over_group
 from .config import GatherMoeConfig
 from .copies import ExpertsWithCopies, largest_loads, least_loads
 from .mesh import ParallelMesh
@@ -29,7 +29,7 @@ class LossCounts(NamedTuple):
 
     num_targets: Tensor
     num_tokens: int
-    batch_targets: Tensor
+    batch_targets: Tensor | int
     batch_tokens: Tensor | int | None
     earlier_choices: Tensor | None
 
@@ -112,11 +112,11 @@ def add_auxiliary_losses(
     if counts.batch_tokens is None:
         # A batch that is cut in several calls: this call's share of the targets stands for its share of tokens.
         valid_tokens = expert_counts[0].sum() / config.num_experts_per_tok
-        tokens = valid_tokens * counts.batch_targets.clamp(min=1) / counts.num_targets.clamp(min=1)
+        tokens: Tensor | int = valid_tokens * at_least_one(counts.batch_targets) / counts.num_targets.clamp(min=1)
     else:
-        tokens = torch.as_tensor(counts.batch_tokens, device=expert_counts.device)
+        tokens = counts.batch_tokens
     # A batch without any target teaches nothing, the router included.
-    share = (counts.batch_targets > 0) / tokens.clamp(min=1)
+    share = (counts.batch_targets > 0) / at_least_one(tokens)
     balance, z = auxiliary.balance_L.mean() * share, auxiliary.z_L.mean() * share
     if config.router_aux_loss_coef:
         result.loss = result.loss + config.router_aux_loss_coef * balance

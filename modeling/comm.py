@@ -59,6 +59,11 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def at_least_one(count: Tensor | int) -> Tensor | int:
+    """Return a count to divide by; a Python number stays one, which no device has to be told."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
 class Transfer(Generic[Result]):
     """A started collective. `finish` waits for it and returns its result; every transfer must be finished."""
 
@@ -154,7 +159,7 @@ def start_routing(ids_tA: Tensor, weights_tA: Tensor, group: ProcessGroup) -> Tr
 
     def unpack(both: Tensor) -> GatheredRouting:
         ids, weights = both.tensor_split([id_bytes.shape[1]], dim=1)
-        ids_TA = ids.contiguous().view(torch.int16).long()
+        ids_TA = ids.view(torch.int16).long()
         return GatheredRouting(ids_TA, weights.contiguous().view(weights_tA.dtype))
 
     return start_gather(torch.cat([id_bytes, weight_bytes], dim=1), group).then(unpack)
@@ -382,11 +387,12 @@ def exchange_rows(x: Tensor, splits: RowSplits, group: ProcessGroup | None) -> T
 def sum_gradients(parameters: list[Tensor], group: ProcessGroup | None, *, upcast: bool = True) -> list[Tensor]:
     """Return the same values, whose gradients are summed over the group in one all-reduce.
 
-    For parameters that every rank holds whole but uses on its own tokens only. Low-precision parameters come back in
-    float32, so that their gradients are summed in it (`upcast=False` keeps the type, for large matrices).
+    For parameters that every rank holds whole but uses on its own tokens only. Gradients are summed in float32, and
+    matrices come back in it, so that theirs are made in it, too; a norm's weight goes by its tokens' type in either.
+    `upcast=False` keeps the type throughout, for large matrices.
     """
     if group is None:
-        return [wide(p) for p in parameters] if upcast else parameters
+        return [_upcast(p) for p in parameters] if upcast else parameters
     return list(_SumGradients.apply(group, upcast, *parameters))
 
 
@@ -429,17 +435,22 @@ class _Collective(torch.autograd.Function):
             return ctx.back(grad, ctx.group), None, None, None, None
 
 
+def _upcast(parameter: Tensor) -> Tensor:
+    return wide(parameter) if parameter.dim() > 1 else parameter
+
+
 class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, upcast: bool, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         ctx.dtypes = [p.dtype for p in parameters]
-        return tuple((wide(p) if upcast else p).view_as(p) for p in parameters)
+        ctx.upcast = upcast
+        return tuple((_upcast(p) if upcast else p).view_as(p) for p in parameters)
 
     @staticmethod
     @scope("replicated")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat = torch.cat([g.flatten() for g in grads])
+        flat = torch.cat([wide(g).flatten() if ctx.upcast else g.flatten() for g in grads])
         dist.all_reduce(flat, group=ctx.group)
         parts = flat.split([g.numel() for g in grads])
         sums = [p.view_as(g).to(dtype) for p, g, dtype in zip(parts, grads, ctx.dtypes, strict=True)]

@@ -36,7 +36,7 @@ from .auxiliary import (
     TokenSums,
     add_auxiliary_losses,
 )
-from .comm import cut_in_chunks, scatter_tokens
+from .comm import at_least_one, cut_in_chunks, scatter_tokens
 from .config import GatherMoeConfig, expert_weight_conversions
 from .copies import ExpertsWithCopies
 from .decoder import GatherMoeDecoderLayer, tokens_of_layers, with_noise
@@ -315,9 +315,8 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         )
         targets = shift_labels if shift_labels is not None or labels is None else shifted(labels)
         if targets is not None:
-            num_targets = num_items = (targets != IGNORED).sum()
-            if num_items_in_batch is not None:
-                num_items = torch.as_tensor(num_items_in_batch, device=targets.device)
+            num_targets = (targets != IGNORED).sum()
+            num_items = num_targets if num_items_in_batch is None else num_items_in_batch
             counts = LossCounts(num_targets, targets.numel(), num_items, num_tokens_in_batch, earlier_choices)
             self._add_losses(result, hidden, outputs.router_statistics, targets, counts)
         return result
@@ -331,7 +330,7 @@ class GatherMoeForCausalLM(GatherMoePreTrainedModel, GenerationMixin):
         counts: LossCounts,
     ) -> None:
         """Fill in the losses, each a sum over this group's tokens divided by a count over the whole batch."""
-        config, num_items = self.config, counts.batch_targets.clamp(min=1)
+        config, num_items = self.config, at_least_one(counts.batch_targets)
         if result.logits is not None and result.logits.shape[:2] == targets.shape:
             total, nll = losses_of_logits(result.logits, targets, z_coef=config.logits_z_loss_coef)
         else:

@@ -1,5 +1,7 @@
 """RMS norm (Zhang and Sennrich, 1910.07467) in float32 at least, over a whole row or over heads split across ranks."""
 
+import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,11 +10,15 @@ from torch.distributed import ProcessGroup
 
 from .comm import sum_gradients, sum_over_group, wide
 
+# A checkpoint may bring another version of this file along, whose operators must not replace these.
+NAMESPACE = re.sub(r"\W", "_", __name__)
+
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """x [..., C] scaled to unit root mean square and by weight [C]; computed wide, returned in x's type.
 
-    Keeps x and one number per row for the backward, where autograd would keep two wide copies of x.
+    Keeps x and one number per row for the backward, where autograd would keep two wide copies of x. One operator each
+    way: on a GPU torch's own fused kernels.
     """
     return _RmsNorm.apply(x, weight, eps)
 
@@ -20,24 +26,68 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x_wide = wide(x)
-        scale = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
+        out, scale = _operators().rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (x_wide * scale).mul_(wide(weight)).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, scale = ctx.saved_tensors
-        grad_wide, unit = wide(grad), wide(x) * scale
-        x_needs_gradient, weight_needs_gradient, _ = ctx.needs_input_grad
-        grad_x = grad_weight = None
-        if weight_needs_gradient:
-            grad_weight = (grad_wide * unit).flatten(0, -2).sum(0).to(weight.dtype)
-        if x_needs_gradient:
-            grad_unit = grad_wide * wide(weight)
-            along = (grad_unit * unit).mean(-1, keepdim=True)
-            grad_x = grad_unit.sub_(unit.mul_(along)).mul_(scale).to(x.dtype)
+        grad_x, grad_weight = _operators().rms_norm_back(grad, *ctx.saved_tensors)
         return grad_x, grad_weight, None
+
+
+def _operators() -> Any:
+    _define_operators()
+    return getattr(torch.ops, NAMESPACE)
+
+
+# torch.compile keeps the answer: it cannot look into what defines an operator.
+@torch.compiler.assume_constant_result
+def _define_operators() -> bool:
+    return _define_once()
+
+
+@cache
+def _define_once() -> bool:
+    forward = torch.library.custom_op(f"{NAMESPACE}::rms_norm", _normalise, mutates_args=())
+    forward.register_fake(lambda x, _, __: (x.new_empty(x.shape), _one_per_row(x)))
+    back = torch.library.custom_op(f"{NAMESPACE}::rms_norm_back", _normalise_back, mutates_args=())
+    back.register_fake(lambda _, x, weight, __: (x.new_empty(x.shape), torch.empty_like(weight)))
+    return True
+
+
+def _one_per_row(x: Tensor) -> Tensor:
+    return wide(x[..., :0]).new_empty(*x.shape[:-1], 1)
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if x.is_cuda:
+        return fused_rms_norm(x, weight, eps)
+    x_wide = wide(x)
+    scale = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (x_wide * scale).mul_(wide(weight)).to(x.dtype).contiguous(), scale
+
+
+def _normalise_back(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    if x.is_cuda:
+        return fused_rms_norm_back(grad, x, weight, scale)
+    grad_wide, unit = wide(grad), wide(x) * scale
+    grad_weight = (grad_wide * unit).flatten(0, -2).sum(0).to(weight.dtype)
+    grad_unit = grad_wide * wide(weight)
+    along = (grad_unit * unit).mean(-1, keepdim=True)
+    return grad_unit.sub_(unit.mul_(along)).mul_(scale).to(x.dtype).contiguous(), grad_weight
+
+
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """torch's kernel, and the number per row that its backward needs; the weight in x's type, as it asks for."""
+    return torch.ops.aten._fused_rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def fused_rms_norm_back(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
+        grad, x, weight.shape, scale, weight.to(x.dtype), [True, True]
+    )
+    return grad_x, grad_weight.to(weight.dtype)
 
 
 class RmsNorm(nn.Module):

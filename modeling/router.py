@@ -210,10 +210,6 @@ def router_statistics(
     routing: Routing, *, sequence_of_token_t: Tensor, num_sequences: int, token_mask_t: Tensor | None
 ) -> RouterStatistics:
     """Sum what RouterStatistics holds over the tokens here, sequence by sequence."""
-
-    def by_sequence(x_t: Tensor) -> Tensor:
-        return x_t.new_zeros(num_sequences, *x_t.shape[1:]).index_add(0, sequence_of_token_t, x_t)
-
     logits_tE, probs_tE = routing.logits_tE, routing.probs_tE
     assert probs_tE is not None
     num_experts = logits_tE.shape[-1]
@@ -227,6 +223,12 @@ def router_statistics(
         chosen_tA = routing.expert_ids_tA if routing.chosen_ids_tA is None else routing.chosen_ids_tA
         flat_ids = (sequence_of_token_t[:, None] * (num_experts + 1) + chosen_tA).flatten()
         counts.view(-1).index_add_(0, flat_ids, torch.ones_like(flat_ids, dtype=counts.dtype))
-        dropped_t = (chosen_tA != routing.expert_ids_tA).sum(dim=1).to(counts.dtype)
-    sums = [by_sequence(x) for x in (probs_tE, z_t, entropy_t, dropped_t)]
-    return RouterStatistics(counts[:, :num_experts], *sums)
+        dropped_t = torch.zeros_like(entropy_t)
+        if routing.chosen_ids_tA is not None:
+            dropped_t = (chosen_tA != routing.expert_ids_tA).sum(dim=1).to(counts.dtype)
+    # Side by side, so that they are summed at once.
+    all_t = torch.cat([probs_tE, torch.stack([z_t, entropy_t, dropped_t], dim=1)], dim=1)
+    sums_B = all_t.new_zeros(num_sequences, all_t.shape[1]).index_add(0, sequence_of_token_t, all_t)
+    probs_BE, others_B3 = sums_B.split([num_experts, 3], dim=1)
+    z_B, entropy_B, dropped_B = others_B3.unbind(1)
+    return RouterStatistics(counts[:, :num_experts], probs_BE, z_B, entropy_B.detach(), dropped_B.detach())

@@ -125,6 +125,12 @@ def _by_kernel(x: Tensor) -> bool:
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def count_rows_on_cpu(offsets_e: Tensor) -> int:
+    """Read how many rows there are, which on a device only kernels do."""
+    assert offsets_e.device.type == "cpu"
+    return int(offsets_e[-1].item())
+
+
 def _room_for_rows(slots_TA: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_active = slots_TA.shape
     sizes = ((num_tokens * min(num_active, num_slots),), slots_TA.shape, (num_slots,))
@@ -136,10 +142,10 @@ def _sort_rows(slots_TA: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor
     pair_R, row_TA, offsets_e = _room_for_rows(slots_TA, num_slots)
     slots_P = slots_TA.flatten()
     if not _by_kernel(slots_TA):
-        key_P = torch.where((slots_P >= 0) & (slots_P < num_slots), slots_P, num_slots)
-        offsets_e.copy_(key_P.bincount(minlength=num_slots + 1).cumsum(0)[:num_slots])
-        num_rows = int(offsets_e[-1])
-        order = key_P.sort(stable=True).indices[:num_rows]
+        key_P, order = torch.where((slots_P >= 0) & (slots_P < num_slots), slots_P, num_slots).sort(stable=True)
+        offsets_e.copy_(torch.searchsorted(key_P, torch.arange(num_slots), right=True))
+        num_rows = count_rows_on_cpu(offsets_e)
+        order = order[:num_rows]
         pair_R[:num_rows] = order.int()
         row_TA.fill_(-1).view(-1)[order] = torch.arange(num_rows, dtype=torch.int32)
         return pair_R, row_TA, offsets_e
@@ -165,7 +171,7 @@ def _permute(x_TD: Tensor, pair_R: Tensor, offsets_e: Tensor, num_active: int, t
     num_columns = x_TD.shape[1]
     out_RD = x_TD.new_empty(len(pair_R), num_columns)
     if not _by_kernel(x_TD):
-        pairs = pair_R[: int(offsets_e[-1])]
+        pairs = pair_R[: count_rows_on_cpu(offsets_e)]
         torch.index_select(
             x_TD, 0, pairs // num_active if through_TA is None else through_TA.view(-1)[pairs], out=out_RD[: len(pairs)]
         )
@@ -214,7 +220,7 @@ def _swiglu(gate_up_R2f: Tensor, weights_TA: Tensor, pair_R: Tensor, offsets_e: 
     width = gate_up_R2f.shape[1] // 2
     out_Rf = gate_up_R2f.new_empty(len(gate_up_R2f), width)
     if not _by_kernel(gate_up_R2f):
-        pairs = pair_R[: int(offsets_e[-1])]
+        pairs = pair_R[: count_rows_on_cpu(offsets_e)]
         gate, up = _wide(gate_up_R2f[: len(pairs)]).chunk(2, dim=1)
         out_Rf[: len(pairs)] = F.silu(gate) * up * weights_TA.reshape(-1)[pairs, None]
         return out_Rf
@@ -240,7 +246,7 @@ def _swiglu_back(
     grad_weights_TA = torch.zeros_like(weights_TA, memory_format=torch.contiguous_format)
     width = act_Rf.shape[1]
     if not _by_kernel(grad_Rf):
-        pairs = pair_R[: int(offsets_e[-1])]
+        pairs = pair_R[: count_rows_on_cpu(offsets_e)]
         here = slice(len(pairs))
         gate, up = _wide(gate_up_R2f[here]).chunk(2, dim=1)
         grad, weight = _wide(grad_Rf[here]), weights_TA.reshape(-1)[pairs, None]

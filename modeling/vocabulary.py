@@ -183,7 +183,7 @@ def _chunk_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of nll and z over c tokens, and the gradient of nll + z_coef * z for this rank's logits [c, v]."""
     logits_cv = wide(x_cD @ weight_vD.t())
-    logits_cv[:, vocabulary.num_real :] = -torch.inf  # padding of the vocabulary
+    logits_cv[:, vocabulary.num_real :].fill_(-torch.inf)  # padding of the vocabulary
     highest_c = logits_cv.amax(dim=-1)
     if vocabulary.group is not None:
         dist.all_reduce(highest_c, op=dist.ReduceOp.MAX, group=vocabulary.group)

@@ -43,10 +43,14 @@ OUTSIDE = "embedding, last norm, loss"
 LAYER_PARTS = ("experts", "router", "attention", "dense", "norms", "other")
 
 # Operators that only name memory, and those that make the host wait for the device or copy its own numbers there.
-FREE = {"empty", "new_empty", "empty_like", "empty_strided", "detach", "alias", "_unsafe_view", "_reshape_alias"}
-FREE |= {"new_empty_strided", "resize_", "set_", "device", "sym_size", "is_same_size"}
-WAITS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
-WAITS |= {"lift_fresh", "lift_fresh_copy", "bincount", "equal"}
+FREE = {
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_"),
+    *("detach", "alias", "_unsafe_view", "_reshape_alias", "device", "sym_size", "is_same_size"),
+}
+WAITS = {
+    *("_local_scalar_dense", "item", "nonzero", "masked_select", "bincount", "equal", "lift_fresh", "lift_fresh_copy"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
+}
 # Of what these read, only as much as they take; the place of what is looked up among the arguments.
 LOOK_UPS = ("index", "index_select", "gather", "embedding")
 ADDS = ("index_add_", "index_add", "index_put_", "scatter_", "scatter_add_", "scatter_add", "embedding_dense_backward")
@@ -145,7 +149,8 @@ class KernelCount(TorchDispatchMode):
         return result
 
     def _begin(self, part: str) -> None:
-        self._parts.append(part)
+        is_outside = self._parts[-1] == OUTSIDE and part != "other"  # the last norm
+        self._parts.append(OUTSIDE if is_outside else part)
         self._note()
 
     def _end(self) -> None:

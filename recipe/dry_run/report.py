@@ -74,7 +74,9 @@ def compare(found: DryRun, job: Job, *, rank: int = 0) -> Comparison:
         Compared(ours.get(key, Sent(*key, 0, 0.0)), theirs.get(key, Sent(*key, 0, 0.0)))
         for key in sorted(ours | theirs)
     ]
-    without_zero = replace(as_run, layout=replace(job.layout, dp=1), zero={"stage": 0}, accumulation=1)
+    # The head takes as many tokens as a CPU's does; no gloo takes memory of its own.
+    as_counted_in = as_run if found.moment == HEAD else job
+    without_zero = replace(as_counted_in, layout=replace(job.layout, dp=1), zero={"stage": 0}, accumulation=1)
     in_part = [moment.by_kind() for moment in _in_part(found.moment, moments(without_zero), job=job)]
     planned_bytes = max(in_part, key=lambda sums: sum(sums[kind] for kind in MEMORY_KINDS))
     memory = {kind: (found.memory_bytes.get(kind, 0), round(planned_bytes[kind])) for kind in MEMORY_KINDS}

@@ -177,9 +177,8 @@ class Pass(NamedTuple):
 PASSES: Mapping[str, Pass] = {
     "copy": Pass(2, 0, 1, 2),
     "add": Pass(3, 0, 1, 3),
-    # Per number of the row: squares, mean, scaled, weighted, and the same back with two means along the row.
-    "norm": Pass(2, 8, 6, 2),
-    "norm_backward": Pass(3, 18, 11, 3),
+    "norm": Pass(2, 0, 1, 2),
+    "norm_backward": Pass(3, 0, 2, 3),
     "rotate": Pass(5, 0, 3, 2),
     # Rows looked up by index; rows weighted and added to their tokens.
     "rows": Pass(2, 0, 1, 2),

@@ -184,7 +184,7 @@ class Job:
     @cached_property
     def micro_batch_key(self) -> tuple[Any, ...]:
         """What one micro-batch's memory and computing depend on, besides recomputation; ZeRO is no part of it."""
-        limits = (self.model.get("clip_qkv"), self.model.get("capacity_factor"))
+        limits = tuple(self.model.get(name) for name in ("clip_qkv", "capacity_factor", "router_jitter_noise"))
         run = (self.execution, self.group_strategy, self.precision, self.device, self.attention_length, self.rho)
         return self.sizes, self.layout, self.num_sequences, self.block_size, run, limits
 

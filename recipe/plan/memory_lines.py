@@ -141,6 +141,7 @@ class Letters:
         self.gloo, self.joins = job.device == "cpu", job.is_packed and job.device == "cpu"
         self.regather, self.keeps = job.execution.regather, tp > 1 and not job.execution.regather
         self.static, self.clips = job.static_rows, job.model.get("clip_qkv") is not None
+        self.jitters = bool(job.model.get("router_jitter_noise"))
         slices = job.expert_rows.num_experts < job.sizes.num_experts
         self.groups = math.ceil(job.expert_rows.buffer / max(job.expert_rows.at_once, 1))
         is_again = self.regather and self.strategy == "gather_tokens" and slices
@@ -197,6 +198,8 @@ def experts_kept(s: Letters) -> Lines:
         Line("router's logits and scores", "activations", 8 * s.t * s.E),
         Line("router's choice and its weights", "activations", 20 * s.t * s.A),
     ]
+    if s.jitters:
+        lines.append(Line("noise on the router's input", "activations", 4 * s.t * s.D))
     if s.strategy == "all_to_all":
         lines += [
             Line("rows that came", "activations", s.R * s.D * s.b),
@@ -285,6 +288,7 @@ def attention_working(s: Letters) -> Lines:
     scores = s.T * ((2 + s.joins) * s.h + 2 * s.g) * s.K * s.b
     of_scores = [*products, Line("gradients of output, q, k and v", "activations", scores), out_weights]
     of_norms = [Line("norms' gradients in float32", "activations", s.T * (20 * s.h + 8 * s.g) * s.K), out_weights]
+    of_norms = of_norms if s.qk_norm == "full" else []  # others are one kernel
     of_inputs = [Line("gradients of q, k and v", "activations", heads)]
     if s.N == 1:
         of_inputs.append(Line("gradients of the input", "activations", 2 * s.t * s.D * s.b))
@@ -297,7 +301,7 @@ def attention_working(s: Letters) -> Lines:
         ]
         if s.regather:
             of_inputs.append(_gathered(s, "tokens for attention"))
-    return [_residual(s), *_fullest(of_output, of_scores, of_norms if s.qk_norm != "none" else [], of_inputs)]
+    return [_residual(s), *_fullest(of_output, of_scores, of_norms, of_inputs)]
 
 
 def dense_working(s: Letters) -> Lines:

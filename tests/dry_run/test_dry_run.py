@@ -277,7 +277,7 @@ def test_the_command_prints_one_object_and_says_that_the_plan_is_equal(
     }
     csv = {"enabled": True, "output_path": str(monitor), "job_name": "run"}
     config.write_text(json.dumps({"arguments": options, "csv_monitor": csv}))
-    words = "--model demo --gpus 16 --gpus_per_node 8 --tp 2 --ep 2 --seq_len 64 --zero_stage 1 --compare --json"
+    words = "--model demo --gpus 16 --gpus_per_node 8 --tp 2 --ep 2 --seq_len 128 --zero_stage 1 --compare --json"
     words += f" --precision fp32 --gpu a100-80g --rank 3 --ds_config {config}"
     code, out, err = alone.submit(run_command, words.split()).result(timeout=120)
     assert list(tmp_path.iterdir()) == [config]

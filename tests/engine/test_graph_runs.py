@@ -148,8 +148,8 @@ def test_a_sparse_block_compiles_without_a_break_for_any_routing() -> None:
 
 
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "bincount", "argwhere"}
-# The functions that say that the host waits.
-READERS = {("experts_loop.py", "read_row_ends"), ("moe.py", "read_row_splits")}
+# The functions that say that the host waits, and one that stands in lines which only a CPU runs.
+READERS = {("experts_loop.py", "read_row_ends"), ("moe.py", "read_row_splits"), ("rows.py", "count_rows_on_cpu")}
 
 
 def host_reads(file: str) -> set[tuple[str, str]]:
