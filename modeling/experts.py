@@ -175,6 +175,7 @@ def _scatter_routing_gradient(grad_TA: Tensor, chunks: Chunks) -> ScatterInChunk
 
 class _WholeExperts(torch.autograd.Function):
     @staticmethod
+    @scope("experts")
     def forward(
         ctx: Any,
         experts: GatherMoeExperts,
@@ -194,6 +195,7 @@ class _WholeExperts(torch.autograd.Function):
         return out_tD
 
     @staticmethod
+    @scope("experts")
     def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor | None, ...]:
         *_, gate_up_needs_gradient, down_needs_gradient = ctx.needs_input_grad
         x_tD, ids_tA, weights_tA, gate_up, down, *kept_products = ctx.saved_tensors

@@ -198,6 +198,4 @@ def _notes(job: Job, *, all_layers: bool) -> Iterator[str]:
         )
     if job.moe_strategy == "all_to_all" or not job.static_rows:
         yield "routing is taken to be perfectly even: as many rows for every expert and from every rank"
-    if job.device != "cpu":
-        yield "calls of the head are those on a CPU, which takes fewer tokens at a time"
     yield "what DeepSpeed sends was booked while its own engine ran at full size, on memory that is never touched"

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling import comm, experts_grouped, experts_loop, moe
+from modeling import comm, experts_grouped, experts_loop, moe, vocabulary
 from modeling.config import GatherMoeConfig
-from modeling.cost import settle_num_chunks
+from modeling.cost import HEAD_CHUNK_BYTES, settle_num_chunks
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh
 from modeling.rows import NAMESPACE
@@ -53,7 +53,7 @@ def without_data(job: Job) -> Iterator[None]:
     """Let the model run on fake CPU tensors as it would on the job's device, its routing perfectly even.
 
     Every expert gets equally many rows and every rank sends equally many, up to the remainder. Tokens are cut into as
-    many chunks as on the job's device.
+    many chunks, and as many at a time in the head, as on the job's device.
     """
     pairs, rows = job.num_tokens * job.sizes.num_experts_per_tok, _even_rows(job)
 
@@ -63,6 +63,7 @@ def without_data(job: Job) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, function in (
             (comm, "settle_num_chunks", as_on_the_device),
+            (vocabulary, "CHUNK_BYTES", HEAD_CHUNK_BYTES[job.device]),
             (experts_loop, "read_row_ends", _even_ends(rows)),
             (moe, "read_row_splits", _even_splits(pairs // job.layout.tp)),
             (experts_grouped, "multiply", _product),

@@ -61,22 +61,18 @@ class Comparison(NamedTuple):
 def compare(found: DryRun, job: Job, *, rank: int = 0) -> Comparison:
     """Pair counted with planned rows, and memory at the fullest moment in the part that was counted.
 
-    A dense layer's products are counted with attention's, so planned too. Calls are those of tensors on a CPU, where
-    the head takes fewer tokens at a time. Rows of an exchange are planned for the rank that was run: where they do not
-    divide, it sends a few more or less than the mean. Memory is that of one micro-batch of a rank without ZeRO.
+    A dense layer's products are counted with attention's, so planned too. Rows of an exchange are planned for the rank
+    that was run: where they do not divide, it sends a few more or less than the mean. Memory is that of one micro-batch
+    of a rank without ZeRO.
     """
-    run = job.execution
-    as_run = replace(job, execution=replace(run, overlap_chunks=job.num_chunks) if run.overlap else run, device="cpu")
-    planned = planned_traffic(replace(as_run, rho=even_share(job, rank=rank)))
+    planned = planned_traffic(replace(job, rho=even_share(job, rank=rank)))
     as_counted = [row._replace(purpose="attention") if row.purpose == "dense" else row for row in planned]
     ours, theirs = ({row[:3]: row for row in rows} for rows in (found.rows, add_up(as_counted)))
     rows = [
         Compared(ours.get(key, Sent(*key, 0, 0.0)), theirs.get(key, Sent(*key, 0, 0.0)))
         for key in sorted(ours | theirs)
     ]
-    # The head takes as many tokens as a CPU's does; no gloo takes memory of its own.
-    as_counted_in = as_run if found.moment == HEAD else job
-    without_zero = replace(as_counted_in, layout=replace(job.layout, dp=1), zero={"stage": 0}, accumulation=1)
+    without_zero = replace(job, layout=replace(job.layout, dp=1), zero={"stage": 0}, accumulation=1)
     in_part = [moment.by_kind() for moment in _in_part(found.moment, moments(without_zero), job=job)]
     planned_bytes = max(in_part, key=lambda sums: sum(sums[kind] for kind in MEMORY_KINDS))
     memory = {kind: (found.memory_bytes.get(kind, 0), round(planned_bytes[kind])) for kind in MEMORY_KINDS}

@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from modeling import norm
 from modeling.layout import ParallelLayout
 from modeling.linear import Linear, linear
 from modeling.mesh import build_mesh, one_rank_mesh
@@ -66,6 +69,31 @@ def test_rms_norm_is_computed_in_float32_at_least(dtype: torch.dtype) -> None:
 def test_rms_norm_has_the_gradient_of_the_formula() -> None:
     inputs = (randn(4, 7).requires_grad_(), randn(7, seed=1).requires_grad_())
     torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, eps=1e-3), inputs)
+
+
+class Decomposed(TorchDispatchMode):
+    """torch's fused norm has no backward on a CPU, but torch knows what it computes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.ops.aten._fused_rms_norm_backward.default:
+            func = decomposition_table[func]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_gpus_fused_norm_is_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a weight in float32 beside tokens in bfloat16, too, and heads that are no memory of their own."""
+    x, grad = ((randn(6, 8, 14, seed=seed)[..., :7] * 3).to(dtype) for seed in (0, 1))
+    for weight_dtype in {dtype, torch.float32}:
+        weight = randn(7, seed=2).to(weight_dtype)
+        want = norm._normalise(x, weight, 1e-5)
+        gradients = norm._normalise_back(grad, x, weight, want[1])
+        with Decomposed():
+            got = norm.fused_rms_norm(x, weight, 1e-5)
+            fused = norm.fused_rms_norm_back(grad, x, weight, got[1])
+        for ours, theirs in zip((*want, *gradients), (*got, *fused), strict=True):
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+            torch.testing.assert_close(ours, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
 
 
 @pytest.mark.parametrize(("vocab_size", "tp"), [(51, 2), (51, 4), (5, 4)])

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from modeling.config import GatherMoeConfig
-from modeling.cost import HEAD_CHUNK_BYTES
 from modeling.init import build_model
 from modeling.layout import ParallelLayout
 from recipe.dry_run.dry_run import trace_micro_batch
@@ -148,8 +147,7 @@ STATIC |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 def fake_peak(job: Job) -> int:
     """Bytes at the fullest moment of forward and backward, without an optimizer, in a process without a group."""
-    chunk_bytes = patch("modeling.vocabulary.CHUNK_BYTES", HEAD_CHUNK_BYTES[job.device])
-    with chunk_bytes, fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads) as mesh:
+    with fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads) as mesh:
         trace = trace_micro_batch(job, mesh, all_layers=True, say=lambda _: None)
     return trace.phases[trace.fullest].total()
 
