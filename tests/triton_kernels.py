@@ -33,7 +33,7 @@ def interpreting() -> Iterator[Callable[..., Any]]:
             pool.submit(torch.set_num_threads, 1).result(timeout=60)
         # Memory that nobody has written then holds NaN.
         pool.submit(torch.use_deterministic_algorithms, True).result(timeout=60)
-        yield lambda function, *args: pool.submit(function, *args).result(timeout=60)
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=180)
 
 
 class Moved(NamedTuple):
