@@ -1,4 +1,4 @@
-"""The path that a GPU takes, in Triton's interpreter: every kernel of the experts, trained against one plain process."""
+"""The path of a GPU in Triton's interpreter: every kernel of the experts, trained against one plain process."""
 
 from collections.abc import Callable
 from typing import Any
