@@ -2,11 +2,15 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .comm import cut_in_chunks, sum_gradients
 from .config import GatherMoeConfig
@@ -33,12 +37,14 @@ class Documents(NamedTuple):
     starts        per sequence, host integers, the first of each 0
     cu_seqlens    int32, boundaries in the flattened batch, padded with B*S to a power of two and one, so that few
                   lengths occur; only for implementations that read it
-    max_length    static upper bound for a document's length: S
+    max_length    no document is longer: S, or S/4 where that is enough, so that few values occur
+    block_size    S
     """
 
     starts: tuple[tuple[int, ...], ...]
     cu_seqlens: Tensor | None
     max_length: int
+    block_size: int
 
 
 class AttentionInputs(NamedTuple):
@@ -56,16 +62,20 @@ class AttentionInputs(NamedTuple):
 def find_documents(
     starts: tuple[tuple[int, ...], ...], *, block_size: int, implementation: str, device: torch.device
 ) -> Documents | None:
-    """Describe packed sequences for attention; None where every sequence is a single document."""
-    if all(len(row) == 1 for row in starts):
+    """Describe packed sequences for attention; None where every sequence is a document, but for torch's "varlen"."""
+    if all(len(row) == 1 for row in starts) and implementation != "varlen":
         return None
     if implementation not in VARLEN:
-        return Documents(starts, None, block_size)
+        return Documents(starts, None, block_size, block_size)
     flat = [b * block_size + start for b, row in enumerate(starts) for start in row]
     # Documents of length 0 at the end; a kernel works through every one, so not as many as there are tokens.
     num_documents = 1 << (len(flat) - 1).bit_length()
     padded = flat + [len(starts) * block_size] * (num_documents + 1 - len(flat))
-    return Documents(starts, torch.tensor(padded, dtype=torch.int32, device=device), block_size)
+    longest = max(end - start for row in starts for start, end in itertools.pairwise((*row, block_size)))
+    # A kernel starts blocks for every document as if it were the longest, and most would find nothing to do.
+    quarter = -(-block_size // 4)
+    bound = quarter if longest <= quarter else block_size
+    return Documents(starts, send_to(device, torch.tensor(padded, dtype=torch.int32)), bound, block_size)
 
 
 def document_positions(starts: tuple[tuple[int, ...], ...], *, block_size: int, device: torch.device) -> Tensor:
@@ -74,7 +84,12 @@ def document_positions(starts: tuple[tuple[int, ...], ...], *, block_size: int, 
     for row in starts:
         ends = (*row[1:], block_size)
         rows.append(torch.cat([torch.arange(end - start) for start, end in zip(row, ends, strict=True)]))
-    return torch.stack(rows).to(device)
+    return send_to(device, torch.stack(rows))
+
+
+def send_to(device: torch.device, x: Tensor) -> Tensor:
+    """Copy what the host has made, without the host's waiting for a GPU: only pinned memory is copied so."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def check_isolation(implementation: str) -> None:
@@ -122,6 +137,42 @@ def eager_attention(
     weights = scores.softmax(-1, dtype=exact).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+@cache
+def register_varlen() -> None:
+    """Make "varlen" known to transformers, which refuses names that it does not know."""
+    AttentionInterface.register("varlen", varlen_attention)
+    AttentionMaskInterface.register("varlen", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """torch's attention over documents of any length in one call: q [1, h, T, K], k and v [1, g, T, K] -> [1, T, h, K].
+
+    Its kernels run on a GPU, in bfloat16 or float16. Without boundaries (evaluating with a mask, generating with a
+    cache) it is transformers' "sdpa".
+    """
+    if cu_seq_lens_q is None:
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **options)  # type: ignore[no-any-return]
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    ends, most = cu_seq_lens_q, max_length_q
+    out = varlen_attn(q, k, v, ends, ends, most, most, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0), None
 
 
 class GatherMoeAttention(nn.Module):
@@ -223,11 +274,11 @@ class GatherMoeAttention(nn.Module):
             return out.squeeze(0).unflatten(0, (q.shape[0], -1)), None
         parts = []
         for b, starts in enumerate(documents.starts):
-            for start, end in zip(starts, (*starts[1:], documents.max_length), strict=True):
+            for start, end in zip(starts, (*starts[1:], documents.block_size), strict=True):
                 here = (slice(b, b + 1), slice(None), slice(start, end))
                 parts.append(inputs.function(self, q[here], k[here], v[here], None, **options)[0])
         out = torch.cat([part.squeeze(0) for part in parts])
-        return out.unflatten(0, (q.shape[0], documents.max_length)), None
+        return out.unflatten(0, (q.shape[0], documents.block_size)), None
 
 
 def rotary_tables(config: Any, position_ids: Tensor, *, dtype: torch.dtype) -> RotaryTables:

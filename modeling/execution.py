@@ -20,8 +20,8 @@ CHOICES = {
     "combine_dtype": COMBINE_DTYPES,
 }
 
-# Attention implementations of transformers, by how they keep packed documents apart.
-VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")  # boundaries in a tensor
+# Attention implementations, torch's "varlen" and those of transformers, by how they keep packed documents apart.
+VARLEN = ("varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")  # boundaries in a tensor
 PER_DOCUMENT = ("sdpa", "eager")  # one call per document
 BY_MASK = ("flex_attention",)
 

@@ -27,6 +27,7 @@ from .attention import (
     document_positions,
     eager_attention,
     find_documents,
+    register_varlen,
     rotary_tables,
 )
 from .auxiliary import (
@@ -84,6 +85,12 @@ class GatherMoePreTrainedModel(PreTrainedModel):
             hf_init.ones_(module.weight)
 
     mesh: ParallelMesh
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """transformers' check of a name, which "varlen" passes, too."""
+        register_varlen()
+        name: str = super().get_correct_attn_implementation(requested_attention, is_init_check)
+        return name
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any

@@ -39,7 +39,7 @@ class Measured(NamedTuple):
 def measure(request: Request, *, num_steps: int) -> Measured:
     """Time the steps of a run. Collective over all ranks, which have met."""
     arguments, settings = request.arguments, request.settings
-    config = model_config(arguments, model=request.model)
+    config = model_config(request, {})
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
     model = build_model(config, mesh=mesh, execution=settings.execution, seed=arguments.seed)
     engine = start_engine(model, arguments=arguments, settings=settings, device=request.world.device)

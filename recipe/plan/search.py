@@ -21,7 +21,14 @@ from recipe.plan.memory import MemoryModel, MemoryPlan
 from recipe.plan.step_time import TimeModel, TimePlan
 from recipe.settings.flags import Arguments
 from recipe.settings.model import sizes_of
-from recipe.settings.parallel import ROW_ALIGNMENT, GraphFacts, WorldInfo, can_be_graphed, default_experts_backend
+from recipe.settings.parallel import (
+    ROW_ALIGNMENT,
+    GraphFacts,
+    WorldInfo,
+    can_be_graphed,
+    default_attention,
+    default_experts_backend,
+)
 from recipe.settings.resolve import BUCKET_KEY, USUAL_BUCKET, dropout_faults, reserves_bucket, zero_block
 from recipe.settings.training import zero_stage_faults
 from recipe.shared.units import GIB, size
@@ -161,6 +168,7 @@ def make_job(
     zero = zero_block({}, stage=zero_stage, sizes=request.sizes, tp=layout.tp, precision=request.precision).block
     if reserves_bucket(zero_stage, precision=request.precision):
         zero[BUCKET_KEY] = min(zero.get(BUCKET_KEY, USUAL_BUCKET), MOST_AT_ONCE)
+    dropout = spec_of(request.model).attention_dropout
     facts = GraphFacts(  # from which a run settles "auto"
         ranks=request.ranks,
         sizes=request.sizes,
@@ -168,15 +176,18 @@ def make_job(
         execution=execution,
         precision=request.precision,
         zero_stage=zero_stage,
-        attention_dropout=spec_of(request.model).attention_dropout,
+        attention=request.attention,
+        attention_dropout=dropout,
     )
+    if request.attention == "auto":
+        facts = replace(facts, attention=default_attention(facts))
     return Job(
         model=request.model,
         layout=layout,
         num_sequences=num_sequences,
         block_size=request.block_size,
         accumulation=request.sequences_per_step // (layout.dp * num_sequences),
-        execution=replace(execution, cuda_graph=can_be_graphed(facts, attention=request.attention)),
+        execution=replace(execution, cuda_graph=can_be_graphed(facts)),
         zero=zero,
         precision=request.precision,
         recompute=recompute,

@@ -13,6 +13,7 @@ from functools import partial
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from modeling.execution import BY_MASK, PER_DOCUMENT, VARLEN
 from modeling.spec import BALANCE_SCOPES, STOCK_TYPES
 
 SCHEDULES = ("linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup")
@@ -98,7 +99,9 @@ class Arguments:
         default=(),
     )
     attn_implementation: str = _model(
-        "attention kernel", default="sdpa", choices=("sdpa", "eager", "flash_attention_2", "flex_attention")
+        "attention kernel; auto: torch's varlen on a GPU that has it, else sdpa",
+        default="auto",
+        choices=("auto", *VARLEN, *PER_DOCUMENT, *BY_MASK),
     )
 
     dataset_name: str | None = _data("name of a dataset for the datasets library")

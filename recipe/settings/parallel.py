@@ -325,7 +325,10 @@ def _dtype(sources: Sources, *, key: str, layout: ParallelLayout, strategy: str)
 
 @dataclass(frozen=True, kw_only=True)
 class GraphFacts:
-    """What decides whether a block can be a graph. `execution.cuda_graph` is not read: it is what is settled."""
+    """What decides whether a block can be a graph, and by which kernel it attends.
+
+    `execution.cuda_graph` is not read: it is what is settled. `attention` may be "auto" only where that is settled.
+    """
 
     ranks: WorldInfo
     sizes: ModelSizes
@@ -333,12 +336,46 @@ class GraphFacts:
     execution: Execution
     precision: str
     zero_stage: int
+    attention: str
     attention_dropout: float
+
+
+def settle_attention(sources: Sources, *, facts: GraphFacts) -> str:
+    """Return the attention kernel: "auto" takes torch's "varlen" where it can be; asked for elsewhere it is a fault."""
+    asked = facts.attention
+    reasons = "; ".join(_varlen_reasons(facts))
+    if asked == "varlen" and reasons:
+        sources.faults.append(f'--attn_implementation varlen cannot be used: {reasons}; use "auto" or "sdpa"')
+    if asked != "auto":
+        return asked
+    taken = default_attention(facts)
+    sources.notes.append(f"--attn_implementation auto became {taken}: {reasons or 'all documents in one call'}")
+    return taken
+
+
+def default_attention(facts: GraphFacts) -> str:
+    """Return what "auto" of `attn_implementation` is on such devices."""
+    return "sdpa" if any(_varlen_reasons(facts)) else "varlen"
+
+
+def _varlen_reasons(facts: GraphFacts) -> Iterator[str]:
+    """Yield what keeps torch's "varlen" from being used: its kernels are FlashAttention-2's."""
+    if facts.ranks.device != "cuda":
+        yield "its kernels are for GPUs"
+        return
+    if (facts.ranks.compute_capability or (0, 0)) < (8, 0):
+        yield "its kernels need compute capability 8.0"
+    if facts.precision != "bf16":
+        yield f"its kernels are for bf16, not {facts.precision}"
+    if facts.sizes.head_dim > 256 or facts.sizes.head_dim % 8:
+        yield f"heads have to be a multiple of 8 wide and at most 256, not head_dim={facts.sizes.head_dim}"
+    if facts.attention_dropout > 0:
+        yield f"it knows no dropout, and attention_dropout={facts.attention_dropout}"
 
 
 def settle_graphs(sources: Sources, *, facts: GraphFacts) -> bool:
     """Settle `cuda_graph`: "auto" takes graphs where they can be and notes what keeps them; `true` is a fault there."""
-    reasons = "; ".join(_eager_reasons(facts, attention=sources.arguments.attn_implementation))
+    reasons = "; ".join(_eager_reasons(facts))
     why = reasons or "each block is recorded, and computed again in the backward"
     graphs = _switch(sources, key="cuda_graph", auto=not reasons, why=why)
     if graphs and reasons:
@@ -346,12 +383,12 @@ def settle_graphs(sources: Sources, *, facts: GraphFacts) -> bool:
     return graphs and not reasons
 
 
-def can_be_graphed(facts: GraphFacts, *, attention: str) -> bool:
-    """Return what "auto" becomes; `attention` is the implementation's name."""
-    return not any(_eager_reasons(facts, attention=attention))
+def can_be_graphed(facts: GraphFacts) -> bool:
+    """Return what "auto" becomes."""
+    return not any(_eager_reasons(facts))
 
 
-def _eager_reasons(facts: GraphFacts, *, attention: str) -> Iterator[str]:
+def _eager_reasons(facts: GraphFacts) -> Iterator[str]:
     """Yield everything that keeps the blocks from being graphs; on a CPU just that."""
     if facts.ranks.device != "cuda":
         yield "there are no CUDA graphs on a CPU"
@@ -363,8 +400,8 @@ def _eager_reasons(facts: GraphFacts, *, attention: str) -> Iterator[str]:
         yield from _backend_reasons(facts)
     if facts.execution.resident_experts:
         yield "with resident_experts what the ranks send each other changes from step to step"
-    if attention in ATTENTION_BY_HOST:
-        yield f"attn_implementation {attention} {ATTENTION_BY_HOST[attention]}; flash_attention_2 does without"
+    if facts.attention in ATTENTION_BY_HOST:
+        yield f"attn_implementation {facts.attention} {ATTENTION_BY_HOST[facts.attention]}; varlen does without"
     if facts.attention_dropout > 0:
         yield f"attention_dropout={facts.attention_dropout} would drop other values when a block is computed again"
 

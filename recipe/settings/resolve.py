@@ -23,7 +23,7 @@ from recipe.settings.deepspeed_keys import (
     unknown_keys,
 )
 from recipe.settings.flags import Arguments
-from recipe.settings.parallel import Batch, GraphFacts, WorldInfo, settle_graphs, settle_layout
+from recipe.settings.parallel import Batch, GraphFacts, WorldInfo, settle_attention, settle_graphs, settle_layout
 from recipe.settings.sources import Sources
 from recipe.settings.training import (
     OptimizerOptions,
@@ -53,6 +53,7 @@ class ResolvedConfig:
     num_sequences  B, sequences a group works on at once
     accumulation   micro-batches per optimizer step
     precision      "fp32" or "bf16"
+    attention      the kernel's name, as the model takes it
     notes          what each "auto" became and what was chosen for the user, to be printed at the start
     """
 
@@ -66,6 +67,7 @@ class ResolvedConfig:
     block_size: int
     precision: str
     zero_stage: int
+    attention: str
     notes: tuple[str, ...]
 
     @property
@@ -110,8 +112,10 @@ def resolve_config(
         execution=execution,
         precision=precision,
         zero_stage=stage,
+        attention=arguments.attn_implementation,
         attention_dropout=attention_dropout,
     )
+    facts = replace(facts, attention=settle_attention(sources, facts=facts))
     execution = replace(execution, cuda_graph=settle_graphs(sources, facts=facts))
     optimizer = settle_optimizer(sources)
     schedule = settle_schedule_options(sources, learning_rate=optimizer.learning_rate)
@@ -137,6 +141,7 @@ def resolve_config(
         block_size=arguments.block_size,
         precision=precision,
         zero_stage=stage,
+        attention=facts.attention,
         notes=tuple(sources.notes),
     )
 

@@ -242,7 +242,7 @@ def request_faults(arguments: Arguments, model: Mapping[str, Any]) -> list[str]:
 
 
 def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
-    arguments, tokenizer = request.arguments, data.tokenizer
+    tokenizer = data.tokenizer
     vocab_size = data.report["vocab_size"]
     if vocab_size > request.model["vocab_size"]:
         raise ValueError(
@@ -251,13 +251,14 @@ def _model_config(request: Request, data: PreparedData) -> GatherMoeConfig:
             "trained with"
         )
     tokens = {name: getattr(tokenizer, name) for name in TOKEN_IDS}
-    return model_config(arguments, model={**request.model, **tokens})
+    return model_config(request, tokens)
 
 
-def model_config(arguments: Arguments, *, model: Mapping[str, Any]) -> GatherMoeConfig:
-    """Make the configuration of a run's model from the model's own settings and the run's options."""
-    config = GatherMoeConfig(**model, **run_options(arguments), use_cache=False)
-    config._attn_implementation = arguments.attn_implementation
+def model_config(request: Request, tokens: Mapping[str, Any]) -> GatherMoeConfig:
+    """Make the configuration of a run's model: its own settings, the tokenizer's special tokens, the run's options."""
+    model = {**request.model, **tokens}
+    config = GatherMoeConfig(**model, **run_options(request.arguments), use_cache=False)
+    config._attn_implementation = request.settings.attention
     return config
 
 

@@ -272,7 +272,7 @@ def test_weights_that_were_moved_are_not_read_at_their_old_place() -> None:
 
 
 def attention_inputs(implementation: str, *, starts: tuple[tuple[int, ...], ...], num_lengths: int) -> AttentionInputs:
-    documents = Documents(starts, torch.zeros(num_lengths, dtype=torch.int32), 16)
+    documents = Documents(starts, torch.zeros(num_lengths, dtype=torch.int32), 16, 16)
     tables = RotaryTables(torch.zeros(1, 16, 8), torch.zeros(1, 16, 8))
     return AttentionInputs(tables, None, documents, len, implementation, None, {})  # type: ignore[arg-type]
 

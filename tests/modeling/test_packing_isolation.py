@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen  # defines the operators
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -91,7 +93,7 @@ def test_an_implementation_that_cannot_isolate_is_refused() -> None:
     model.config._attn_implementation = "half_blind"
     message = (
         r"attn_implementation='half_blind' is not known to keep packed documents apart; choose one of \['eager', "
-        r"'flash_attention_2', 'flash_attention_3', 'flash_attention_4', 'flex_attention', 'sdpa'\]$"
+        r"'flash_attention_2', 'flash_attention_3', 'flash_attention_4', 'flex_attention', 'sdpa', 'varlen'\]$"
     )
     with pytest.raises(ValueError, match=message):
         packed_logits(model, ids)
@@ -121,7 +123,11 @@ def test_boundaries_are_a_list_of_fixed_length() -> None:
     total = len(STARTS) * BLOCK
     assert found.cu_seqlens.tolist() == [0, 3, 11, 16, 32, 41, total, total, total]
     assert found.cu_seqlens.dtype == torch.int32
-    assert found.max_length == BLOCK
+    assert (found.max_length, found.block_size) == (BLOCK, BLOCK)
+    short = find_documents(((0, 4, 8, 12),), implementation="flash_attention_2", **here)
+    assert (short.max_length, short.block_size) == (BLOCK // 4, BLOCK)
+    whole = find_documents(((0,), (0,)), implementation="varlen", **here)
+    assert (whole.cu_seqlens.tolist(), whole.max_length) == ([0, BLOCK, 2 * BLOCK], BLOCK)
     assert find_documents(STARTS, implementation="sdpa", **here).cu_seqlens is None
     assert find_documents(((0,), (0,)), implementation="flash_attention_2", **here) is None
 
@@ -155,6 +161,77 @@ def test_varlen_kernels_get_the_flattened_batch(monkeypatch: pytest.MonkeyPatch)
     assert seen[0]["mask"] is None
     assert (seen[0]["max_length_q"], seen[0]["max_length_k"]) == (BLOCK, BLOCK)
     assert torch.equal(seen[0]["cu_seq_lens_q"], seen[0]["cu_seq_lens_k"])
+
+
+class FlashOnCpu(TorchDispatchMode):
+    """torch's varlen attention, whose kernels are a GPU's, by its definition, forward and backward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.ops.torch_attn._varlen_attn.default:
+            q, k, v, ends, _, longest, _, is_causal, scale = args[:9]
+            assert max(b - a for a, b in itertools.pairwise(ends.tolist())) <= longest
+            assert is_causal
+            out = torch.cat([part @ values for part, _, values in documents_of(q, k, v, ends, scale)], dim=1)
+            return out.transpose(0, 1).contiguous(), q.new_zeros(q.shape[1], len(q)), q.new_zeros(2, dtype=torch.uint64)
+        if func == torch.ops.torch_attn._varlen_attn_backward.default:
+            grad, q, k, v, _, _, ends = args[:7]
+            return gradients_by_document(grad, q, k, v, ends, scale=args[12])
+        return func(*args, **(kwargs or {}))
+
+
+def documents_of(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Weights [h, S, S], keys and values [h, S, K] of every document."""
+    found = []
+    for start, end in itertools.pairwise(ends.tolist()):
+        queries, keys, values = (x[start:end].transpose(0, 1) for x in (q, k, v))
+        keys, values = (x.repeat_interleave(len(queries) // len(x), dim=0) for x in (keys, values))
+        future = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+        scores = (queries @ keys.transpose(1, 2) * scale).masked_fill(future, -torch.inf)
+        found.append((scores.softmax(-1), keys, values))
+    return found
+
+
+def gradients_by_document(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *, scale: float) -> list[Tensor]:
+    """FlashAttention (2205.14135), appendix B.2, without its tiles."""
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    bounds = list(itertools.pairwise(ends.tolist()))
+    for (start, end), (weights, keys, values) in zip(bounds, documents_of(q, k, v, ends, scale), strict=True):
+        here = grad[start:end].transpose(0, 1)
+        of_weights = here @ values.transpose(1, 2)
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+        queries = q[start:end].transpose(0, 1)
+        parts = (of_scores @ keys, of_scores.transpose(1, 2) @ queries, weights.transpose(1, 2) @ here)
+        for out, part in zip(grads, parts, strict=True):
+            out[start:end] = part.unflatten(0, (out.shape[1], -1)).sum(1).transpose(0, 1)
+    return grads
+
+
+@pytest.mark.parametrize("starts", [STARTS, ((0,),) * 3, ((0, 4, 8, 12),) * 3], ids=str)
+@pytest.mark.requirement("R-LEN-02")
+def test_torchs_varlen_trains_as_sdpa_does(starts: tuple[tuple[int, ...], ...]) -> None:
+    ids, losses, gradients = block_ids(), [], []
+    for implementation in ("sdpa", "varlen"):
+        model = model_with(implementation).train()
+        with FlashOnCpu():
+            loss = model(input_ids=ids, labels=ids, document_starts=starts).loss
+            loss.backward()
+        losses.append(loss.detach())
+        gradients.append(gradients_of(model))
+    torch.testing.assert_close(*losses)
+    assert_all_match(*gradients)
+
+
+def test_varlen_without_boundaries_is_sdpa() -> None:
+    """Evaluating with padding, and generating with a cache: on a CPU, too."""
+    ids, mask = block_ids(), torch.ones(len(STARTS), BLOCK, dtype=torch.int64)
+    mask[0, -3:] = 0
+    want, got = (model_with(name) for name in ("sdpa", "varlen"))
+    with torch.no_grad():
+        assert torch.equal(
+            got(input_ids=ids, attention_mask=mask).logits, want(input_ids=ids, attention_mask=mask).logits
+        )
+    kwargs = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(got.generate(ids, **kwargs), want.generate(ids, **kwargs))
 
 
 PACKED = ((0, 4, 11), (0, 9), (0,))  # in each sequence the last is padding

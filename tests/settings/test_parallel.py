@@ -307,12 +307,37 @@ def test_graphs_where_nothing_waits_for_the_host(parallel: dict[str, Any], optio
     assert resolve({"parallel": parallel}, "--bf16", FLASH, **options).execution.cuda_graph is True
 
 
+@pytest.mark.parametrize(
+    ("taken", "reason", "options"),
+    [
+        ("varlen", "all documents in one call", {"world": gpu()}),
+        ("varlen", "all documents in one call", {"world": gpu(AMPERE)}),
+        ("sdpa", "its kernels are for GPUs", {}),
+        ("sdpa", "its kernels need compute capability 8.0", {"world": gpu((7, 5))}),
+        ("sdpa", "it knows no dropout, and attention_dropout=0.1", {"world": gpu(num_ranks=1), "dropout": 0.1}),
+    ],
+)
+def test_attention_is_torchs_varlen_where_a_gpu_has_it(taken: str, reason: str, options: dict[str, Any]) -> None:
+    got = resolve(None, "--bf16", **options)
+    assert got.attention == taken
+    assert f"--attn_implementation auto became {taken}: {reason}" in got.notes
+    assert got.execution.cuda_graph is (taken == "varlen")
+    if taken == "sdpa":
+        message = f'--attn_implementation varlen cannot be used: {reason}; use "auto" or "sdpa"'
+        assert message in faults_of(None, "--bf16", "--attn_implementation=varlen", **options)
+
+
+def test_attention_in_float32_is_sdpa() -> None:
+    got = resolve(None, world=gpu())
+    assert got.attention == "sdpa"
+    assert "--attn_implementation auto became sdpa: its kernels are for bf16, not fp32" in got.notes
+    assert not got.execution.cuda_graph
+
+
 WAITS = (
     "torch's grouped product reads its offsets on the host, except in bf16 on compute capability 9.x and 10.x (here "
 )
-BY_HOST = (
-    "works document by document, and where they begin the host reads from every batch; flash_attention_2 does without"
-)
+BY_HOST = "works document by document, and where they begin the host reads from every batch; varlen does without"
 USUAL = {"stage": 2, "bf16": True, "attention": "flash_attention_2", "world": gpu(), "dropout": 0.0}
 # What differs from USUAL, and keys of "parallel".
 REASONS: dict[str, dict[str, Any]] = {
@@ -334,8 +359,9 @@ REASONS: dict[str, dict[str, Any]] = {
     f'{WAITS}bf16 on 12.0); experts_backend "triton" does not': {"experts_backend": "grouped", "world": gpu((12, 0))},
     f'{WAITS}bf16 on unknown); experts_backend "triton" does not': {"experts_backend": "grouped", "world": gpu(None)},
     f"attn_implementation sdpa {BY_HOST}": {"attention": "sdpa"},
-    "attn_implementation flex_attention gets a mask that the host builds for every batch; flash_attention_2 does "
-    "without": {"attention": "flex_attention"},
+    "attn_implementation flex_attention gets a mask that the host builds for every batch; varlen does without": {
+        "attention": "flex_attention"
+    },
     "attention_dropout=0.1 would drop other values when a block is computed again": {"tp": 1, "dropout": 0.1},
     f"ZeRO-3 moves the weights in every step; attn_implementation eager {BY_HOST}": {"stage": 3, "attention": "eager"},
 }
