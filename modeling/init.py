@@ -5,7 +5,7 @@ Box-Muller transform, in float64, of the bits that noise.py makes of it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise, product
 
 import torch
@@ -30,13 +30,21 @@ def build_model(
     seed: int,
     execution: Execution | None = None,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> GatherMoeForCausalLM:
-    """This rank's shard of a freshly initialised model, in training mode."""
-    with no_init_weights():
+    """This rank's shard of a freshly initialised model, in training mode.
+
+    Parameters are made on their device in their type, one by one: nothing is ever there twice or in float32 before.
+    """
+    with no_init_weights(), torch.device("meta"):
         model = GatherMoeForCausalLM(config, mesh=mesh, execution=execution)
-    model.tie_weights()  # part of what was switched off
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            made = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(made, requires_grad=parameter.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+    model.tie_weights()  # part of what was switched off, and undone above
     initialise(model, config=config, mesh=mesh, seed=seed)
     return model.train()
 
@@ -81,13 +89,22 @@ def fill_normal(local: Tensor, *, name: str, shard: Shard, seed: int, std: float
     ]
     real = local[tuple(slice(0, index.numel()) for index in indices)]
     strides = [math.prod(shard.full_shape[dim + 1 :]) for dim in range(len(indices))]
+    _fill(real, indices, strides, 0, lambda counters: normal_at(counters, name=name, seed=seed).mul_(std))
+
+
+def _fill(out: Tensor, indices: list[Tensor], strides: list[int], first: int, draw: Callable[[Tensor], Tensor]) -> None:
+    """Fill `out` with what is drawn for the counters first + the sum of index x stride, at most CHUNK at a time."""
     row_size = math.prod(index.numel() for index in indices[1:])
+    if row_size > CHUNK:  # a whole expert, say
+        for row, index in zip(out, indices[0].tolist(), strict=True):
+            _fill(row, indices[1:], strides[1:], first + index * strides[0], draw)
+        return
     step = max(1, CHUNK // max(row_size, 1))
     for start in range(0, indices[0].numel(), step):
-        counters = indices[0][start : start + step] * strides[0]
+        counters = first + indices[0][start : start + step] * strides[0]
         for index, stride in zip(indices[1:], strides[1:], strict=True):
             counters = counters[..., None] + index * stride
-        real[start : start + step] = normal_at(counters, name=name, seed=seed).mul_(std).to(local.dtype)
+        out[start : start + step] = draw(counters).to(out.dtype)
 
 
 def normal_at(counters: Tensor, *, name: str, seed: int) -> Tensor:

@@ -41,7 +41,10 @@ def measure(request: Request, *, num_steps: int) -> Measured:
     arguments, settings = request.arguments, request.settings
     config = model_config(request, {})
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
-    model = build_model(config, mesh=mesh, execution=settings.execution, seed=arguments.seed)
+    dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+    model = build_model(
+        config, mesh=mesh, execution=settings.execution, seed=arguments.seed, dtype=dtype, device=request.world.device
+    )
     engine = start_engine(model, arguments=arguments, settings=settings, device=request.world.device)
     steps_s = [_timed_step(engine, request) for _ in range(WARM_UP_STEPS + num_steps)]
     return Measured(statistics.median(steps_s[WARM_UP_STEPS:]), _peak_bytes(engine, request))

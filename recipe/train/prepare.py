@@ -176,7 +176,11 @@ def prepare_engine(run: Run) -> Engine:
     # Numbers drawn while training, as for dropout, are the same within a group and differ between groups.
     torch.manual_seed(arguments.seed + run.mesh.dp_rank)
     execution = run.settings.execution
-    model = build_model(run.config, mesh=run.mesh, execution=execution, seed=arguments.seed)
+    # As DeepSpeed would have them before it copies them in float32.
+    dtype = torch.bfloat16 if run.settings.precision == "bf16" else torch.float32
+    model = build_model(
+        run.config, mesh=run.mesh, execution=execution, seed=arguments.seed, dtype=dtype, device=run.world.device
+    )
     folder = run.model_folder
     if folder is not None:
         noise = ExpertNoise(arguments.upcycle_noise_std, arguments.seed)

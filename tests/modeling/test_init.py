@@ -12,6 +12,7 @@ from modeling.init import build_model, fill_normal, join, normal_at
 from modeling.layout import ParallelLayout
 from modeling.mesh import one_rank_mesh
 from modeling.shard_table import ShardTable
+from recipe.dry_run.live_memory import LiveMemory
 from tests.engine_runs import mesh_without_groups
 from tests.referee import Tensors, mixed_config, tiny_config
 
@@ -141,3 +142,25 @@ def test_low_precision_weights_are_the_rounded_ones() -> None:
     for (name, a), b in zip(wide.named_parameters(), narrow.parameters(), strict=True):
         assert b.dtype == torch.bfloat16
         assert ((a - b.float()).abs() <= a.abs() * 2**-8).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_start_takes_little_more_memory_than_the_weights(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Each tensor is made once, in its type; beside it stand the numbers that are drawn at a time."""
+    monkeypatch.setattr(init, "CHUNK", 2**10)
+    config = tiny_config(hidden_size=256, moe_intermediate_size=512, num_hidden_layers=3, vocab_size=1024)
+    with LiveMemory() as memory:
+        model = build_model(config, mesh=one_rank_mesh(), seed=1, dtype=dtype)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert weights <= memory.peak_bytes <= 1.1 * weights
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert not any(parameter.is_meta for parameter in [*model.parameters(), *model.buffers()])
+
+
+def test_tied_and_frozen_tensors_stay_what_they_are() -> None:
+    tied = build_model(tiny_config(tie_word_embeddings=True), mesh=one_rank_mesh(), seed=1)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    biased = build_model(tiny_config(router_bias=True), mesh=one_rank_mesh(), seed=1, dtype=torch.bfloat16)
+    biases = [buffer for name, buffer in biased.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(bias.dtype == torch.float32 and not bias.any() for bias in biases)
