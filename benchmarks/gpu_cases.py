@@ -296,16 +296,20 @@ def group_of(num_ranks: int, *, size: dict[str, Any]) -> Iterator[ParallelMesh]:
 
 
 def make_model(
-    bench: Bench, size: str, dtype: torch.dtype, *, variant: str = "eager", mesh: ParallelMesh | None = None
+    bench: Bench,
+    size: str,
+    dtype: torch.dtype,
+    *,
+    variant: str = "eager",
+    mesh: ParallelMesh | None = None,
+    attention: str = "sdpa",
 ) -> Any:
     """The same weights in any type, rounded from float32."""
     config = GatherMoeConfig(**bench.models[size])
     execution = Execution(experts_backend="loop" if dtype == torch.float64 else "auto")
-    config._attn_implementation = "sdpa"
-    model: Any = build_model(config, mesh=mesh or one_rank_mesh(), execution=execution, seed=0)
-    model.to(device=bench.device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    config._attn_implementation = attention
+    mesh = mesh or one_rank_mesh()
+    model: Any = build_model(config, mesh=mesh, execution=execution, seed=0, dtype=dtype, device=bench.device)
     bench.variants[variant](model)
     return model
 

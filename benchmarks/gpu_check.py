@@ -5,6 +5,8 @@
 It has never been run on a GPU; tests run its parts on a CPU, with emulated graphs. There is one rank, so nothing is
 said about transfers. In this order, the last ones left out when time runs out:
 
+    rows       the operators on experts' rows against the same on a CPU, and bytes a second; fused norms; attention
+               over documents; a micro-batch in which nothing may make the host wait
     products   the grouped products of Triton and of torch against float64, and their speed
     precision  loss and gradients in float32, TF32 and bfloat16 against float64
     graphs     replayed blocks against eager ones: loss, gradients, twenty steps; beside them what eager differs by when
@@ -24,11 +26,13 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_cases import LARGE, SMALL, TORCH, TRITON, Bench, Case, Row, cases
+from gpu_layers import layer_cases
 
 from recipe.engine.graphs import CudaCapture, install_graphs
 
@@ -42,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("gpu_check: torch finds no GPU here, so there is nothing to check", file=sys.stderr)
         return 2
     start_s = time.monotonic()
-    rows = run_cases(cases(gpu_bench()), limit_s=arguments.limit_s)
+    bench = gpu_bench()
+    rows = run_cases(chain(layer_cases(bench), cases(bench)), limit_s=arguments.limit_s)
     report = {"machine": describe_machine(), "seconds": time.monotonic() - start_s, "rows": [r._asdict() for r in rows]}
     print(json.dumps(report["machine"]))
     if arguments.json is not None:

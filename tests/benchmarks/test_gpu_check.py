@@ -7,6 +7,7 @@ from typing import Any
 
 import gpu_cases
 import gpu_check
+import gpu_layers
 import pytest
 import torch
 from gpu_cases import Bench, Case, Row
@@ -65,6 +66,29 @@ def test_all_cases_run_and_are_within_bounds(monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
+def test_the_work_around_products_is_within_bounds() -> None:
+    rows = gpu_check.run_cases(gpu_layers.layer_cases(bench()), limit_s=60)
+    assert bad(rows) == []
+    assert {row.section for row in rows} == {"rows", "norms", "attention", "waits"}
+    operators = {"sort_rows", "permute", "combine", "swiglu", "swiglu_back"}
+    assert {row.what.split(":")[0] for row in rows if row.section == "rows"} == operators
+    assert all(row.value > 0 for row in rows if row.unit == "GB/s")
+
+
+def test_wrong_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = gpu_layers.row_operators
+    calls: list[int] = []
+
+    def second_is_wrong(*given: Any, **options: Any) -> Any:
+        calls.append(1)
+        found = first(*given, **options)
+        return found | ({"sort_rows": lambda: found["sort_rows"]() + 1} if len(calls) == 2 else {})
+
+    monkeypatch.setattr(gpu_layers, "row_operators", second_is_wrong)
+    assert bad(gpu_layers.check_rows(bench(), torch.float32)) == ["sort_rows: error"]
+
+
 def wrong(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, gpu_cases.Products]:
     forward, back, weight_gradient = gpu_cases.TORCH
     return {"triton": gpu_cases.Products(lambda *given: change(forward(*given)), back, weight_gradient)}
@@ -116,6 +140,7 @@ def test_the_report_and_the_exit_code(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "gpu_bench", bench)
     monkeypatch.setattr(
+        monkeypatch.setattr(gpu_check, "layer_cases", lambda bench: iter(()))
         gpu_check, "cases", lambda bench: iter([Case("a", "b", lambda: [Row("a", "b", "c", value, bound=2.0)])])
     )
     monkeypatch.setattr(gpu_check, "describe_machine", lambda: {"gpu": "none"})
