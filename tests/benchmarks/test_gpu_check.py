@@ -139,8 +139,8 @@ def test_the_report_and_the_exit_code(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "gpu_bench", bench)
+    monkeypatch.setattr(gpu_check, "layer_cases", lambda bench: iter(()))
     monkeypatch.setattr(
-        monkeypatch.setattr(gpu_check, "layer_cases", lambda bench: iter(()))
         gpu_check, "cases", lambda bench: iter([Case("a", "b", lambda: [Row("a", "b", "c", value, bound=2.0)])])
     )
     monkeypatch.setattr(gpu_check, "describe_machine", lambda: {"gpu": "none"})
