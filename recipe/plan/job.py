@@ -205,7 +205,7 @@ def job_of(settings: ResolvedConfig, *, model: Mapping[str, Any], recompute: boo
         execution=settings.execution,
         zero=settings.engine["zero_optimization"],
         precision=settings.precision,
-        recompute=recompute,
+        recompute=recompute or settings.execution.cuda_graph,  # a graph's backward computes its block again
         device=device,
         clips_gradients=settings.optimizer.max_grad_norm > 0,
     )

@@ -8,7 +8,7 @@ rows make no product slower and fewer micro-batches send no more.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -176,6 +176,7 @@ def make_job(
         execution=execution,
         precision=request.precision,
         zero_stage=zero_stage,
+        recomputes=recompute,
         attention=request.attention,
         attention_dropout=dropout,
     )
@@ -300,19 +301,28 @@ class _Search:
     def fitting(self, arrangement: Arrangement) -> Iterator[Plan]:
         """Yield each variant with the most sequences at once that fit; nothing of those that never do.
 
-        Recomputing and gathering again take time and give memory, so that they are only worth it for more sequences.
+        Recomputing and gathering again take time and give memory, so that they are only worth it for more sequences, but
+        where recomputing lets blocks be graphs, which take no time to launch.
         """
         choices, switch = micro_batches(self.request, arrangement.layout), _switch(arrangement)
         for stage, overlap in product(zero_stages(self.request), reversed(switch)):
-            first = make_job(self.request, arrangement, num_sequences=choices[0], zero_stage=stage, overlap=overlap)
-            most: dict[tuple[bool, bool], int] = {}  # by recomputing and gathering again, the choice that fits
+            make = partial(
+                make_job, self.request, arrangement, num_sequences=choices[0], zero_stage=stage, overlap=overlap
+            )
+            # By recomputing, graphs and gathering again, the choice that fits.
+            most: dict[tuple[bool, bool, bool], int] = {}
             for recompute, regather in product((False, True), switch):
-                cheaper = [i for (again, gathers), i in most.items() if again <= recompute and gathers <= regather]
-                job = replace(first, recompute=recompute, execution=replace(first.execution, regather=regather))
+                job = make(recompute=recompute, regather=regather)
+                graphs = job.execution.cuda_graph
+                cheaper = [
+                    i
+                    for (again, as_graphs, gathers), i in most.items()
+                    if again <= recompute and as_graphs == graphs and gathers <= regather
+                ]
                 found = self._most_at_once(job, choices[max(cheaper, default=-1) + 1 :])
                 if found is not None:
                     job, memory = found
-                    most[recompute, regather] = choices.index(job.num_sequences)
+                    most[recompute, graphs, regather] = choices.index(job.num_sequences)
                     yield Plan(arrangement, job, memory, self.clock.predict(job))
 
     def _most_at_once(self, job: Job, choices: Sequence[int]) -> tuple[Job, MemoryPlan] | None:

@@ -254,7 +254,9 @@ def settle_execution(
     sources: Sources, *, sizes: ModelSizes, layout: ParallelLayout, strategy: str, experts_backend: str
 ) -> Execution:
     """Settle every option but `cuda_graph`, which `settle_graphs` does last; each value that cannot hold is a fault."""
-    shares, recomputes = layout.tp > 1, sources.arguments.gradient_checkpointing
+    # A graph's backward computes its block again, too.
+    recomputes = sources.arguments.gradient_checkpointing or sources.parallel.get("cuda_graph") is True
+    shares = layout.tp > 1
     gathers_again = layout.ep > 1 and not recomputes
     why = "transfers travel while others are worked on" if shares else "there is one rank in a group"
     overlap = _switch(sources, key="overlap", auto=shares, why=why)
@@ -336,6 +338,7 @@ class GraphFacts:
     execution: Execution
     precision: str
     zero_stage: int
+    recomputes: bool
     attention: str
     attention_dropout: float
 
@@ -374,10 +377,18 @@ def _varlen_reasons(facts: GraphFacts) -> Iterator[str]:
 
 
 def settle_graphs(sources: Sources, *, facts: GraphFacts) -> bool:
-    """Settle `cuda_graph`: "auto" takes graphs where they can be and notes what keeps them; `true` is a fault there."""
+    """Settle `cuda_graph`: "auto" takes graphs where they can be and cost nothing; `true` is a fault where they cannot.
+
+    A graph's backward computes its block again, which is free where blocks are recomputed anyway.
+    """
     reasons = "; ".join(_eager_reasons(facts))
-    why = reasons or "each block is recorded, and computed again in the backward"
-    graphs = _switch(sources, key="cuda_graph", auto=not reasons, why=why)
+    free = (
+        ""
+        if facts.recomputes
+        else "a graph's backward computes its block again, and --gradient_checkpointing is not on"
+    )
+    why = reasons or free or "each block is recorded, and computed again in the backward"
+    graphs = _switch(sources, key="cuda_graph", auto=not reasons and facts.recomputes, why=why)
     if graphs and reasons:
         sources.faults.append(f'"parallel.cuda_graph": true cannot be used: {reasons}; use "auto" or false')
     return graphs and not reasons
@@ -385,7 +396,7 @@ def settle_graphs(sources: Sources, *, facts: GraphFacts) -> bool:
 
 def can_be_graphed(facts: GraphFacts) -> bool:
     """Return what "auto" becomes."""
-    return not any(_eager_reasons(facts))
+    return facts.recomputes and not any(_eager_reasons(facts))
 
 
 def _eager_reasons(facts: GraphFacts) -> Iterator[str]:

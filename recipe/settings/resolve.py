@@ -112,6 +112,7 @@ def resolve_config(
         execution=execution,
         precision=precision,
         zero_stage=stage,
+        recomputes=arguments.gradient_checkpointing,
         attention=arguments.attn_implementation,
         attention_dropout=attention_dropout,
     )

@@ -185,15 +185,18 @@ def test_kernels_launched_one_by_one_are_a_wall_of_their_own() -> None:
 
 
 def test_a_planned_job_is_graphed_where_the_run_would_be() -> None:
-    """The rule is the trainer's: by default attention on a GPU leaves the host alone."""
+    """The rule is the trainer's: by default attention on a GPU leaves the host alone, and blocks computed again."""
     request = plan_request(MODEL, hardware="h100", gpus=2, block_size=256, sequences_per_step=2)
     found = {}
     for attention in ("sdpa", "auto", "flash_attention_2"):
         asked = replace(request, attention=attention)
         for ep, strategy, stage in ((1, "gather_tokens", 1), (1, "gather_tokens", 3), (2, "all_to_all", 1)):
             arrangement = Arrangement(ParallelLayout(tp=2, ep=ep), strategy)
-            one = make_job(asked, arrangement, num_sequences=2, zero_stage=stage, overlap=True)
+            one = make_job(asked, arrangement, num_sequences=2, zero_stage=stage, overlap=True, recompute=True)
             found[attention, strategy, stage] = one.execution.cuda_graph
+            assert not make_job(
+                asked, arrangement, num_sequences=2, zero_stage=stage, overlap=True
+            ).execution.cuda_graph
     graphed = [("auto", "gather_tokens", 1), ("flash_attention_2", "gather_tokens", 1)]
     assert [key for key, is_graphed in found.items() if is_graphed] == graphed
 

@@ -179,7 +179,7 @@ def test_an_automatic_strategy_says_what_it_takes_for_the_shapes_at_hand() -> No
     assert '"auto" takes gather_weights for' in said[1]
 
 
-FLASH = "--attn_implementation=flash_attention_2"
+FLASH, RECOMPUTED = "--attn_implementation=flash_attention_2", "--gradient_checkpointing"
 HOPPER, AMPERE = (9, 0), (8, 0)
 
 
@@ -199,7 +199,13 @@ def test_parallel_options_name_what_auto_became() -> None:
     alone = resolve({"parallel": {"tp": 1}})
     assert not alone.execution.overlap
     assert '"parallel.overlap": "auto" became false: there is one rank in a group' in alone.notes
-    assert resolve({"parallel": {"tp": 2, "ep": 2}}).execution.regather
+    whole = {"parallel": {"tp": 2, "ep": 2}}
+    assert resolve(whole).execution.regather
+    # Where a block is computed again, its tokens come again, too, and once is enough.
+    again = resolve(whole, RECOMPUTED)
+    assert not again.execution.regather
+    kept = "gathered tokens are kept, ep=2 and every block is recomputed"
+    assert f'"parallel.regather": "auto" became false: {kept}' in again.notes
     told = {"overlap": False, "overlap_chunks": 3, "regather": True, "token_dtype": "float8_e4m3"}
     asked = resolve({"parallel": {**told, "combine_dtype": "float32"}}).execution
     assert asked == Execution(**told, combine_dtype="float32", experts_backend="loop")
@@ -280,10 +286,16 @@ def test_copies_of_experts_need_whole_weights_between_steps() -> None:
 @pytest.mark.parametrize("capability", [HOPPER, (10, 0), (10, 3)])
 @pytest.mark.parametrize("parallel", [{}, {"strategy": "gather_weights", "ep": 1}, {"strategy": "auto", "ep": 1}])
 def test_auto_takes_graphs_where_they_are_possible(parallel: dict[str, Any], capability: tuple[int, int]) -> None:
-    got = resolve({"parallel": parallel}, "--bf16", FLASH, world=gpu(capability))
+    got = resolve({"parallel": parallel}, "--bf16", FLASH, RECOMPUTED, world=gpu(capability))
     assert got.execution.cuda_graph is True
     assert notes_of(got) == [
         '"parallel.cuda_graph": "auto" became true: each block is recorded, and computed again in the backward'
+    ]
+    got = resolve({"parallel": parallel}, "--bf16", FLASH, world=gpu(capability))
+    assert got.execution.cuda_graph is False
+    assert notes_of(got) == [
+        '"parallel.cuda_graph": "auto" became false: a graph\'s backward computes its block again, and '
+        "--gradient_checkpointing is not on"
     ]
     for asked in (True, False):
         got = resolve({"parallel": {**parallel, "cuda_graph": asked}}, "--bf16", FLASH, world=gpu(capability))
@@ -304,7 +316,7 @@ DENSE = replace(TINY, dense_layers=(0, 1), intermediate_size=32)
     ],
 )
 def test_graphs_where_nothing_waits_for_the_host(parallel: dict[str, Any], options: dict[str, Any]) -> None:
-    assert resolve({"parallel": parallel}, "--bf16", FLASH, **options).execution.cuda_graph is True
+    assert resolve({"parallel": parallel}, "--bf16", FLASH, RECOMPUTED, **options).execution.cuda_graph is True
 
 
 @pytest.mark.parametrize(
@@ -318,7 +330,7 @@ def test_graphs_where_nothing_waits_for_the_host(parallel: dict[str, Any], optio
     ],
 )
 def test_attention_is_torchs_varlen_where_a_gpu_has_it(taken: str, reason: str, options: dict[str, Any]) -> None:
-    got = resolve(None, "--bf16", **options)
+    got = resolve(None, "--bf16", RECOMPUTED, **options)
     assert got.attention == taken
     assert f"--attn_implementation auto became {taken}: {reason}" in got.notes
     assert got.execution.cuda_graph is (taken == "varlen")
