@@ -301,8 +301,8 @@ class _Search:
     def fitting(self, arrangement: Arrangement) -> Iterator[Plan]:
         """Yield each variant with the most sequences at once that fit; nothing of those that never do.
 
-        Recomputing and gathering again take time and give memory, so that they are only worth it for more sequences, but
-        where recomputing lets blocks be graphs, which take no time to launch.
+        Recomputing and gathering again take time and give memory, so that they are only worth it for more sequences;
+        but where blocks are recomputed they may be graphs, which take no time to launch.
         """
         choices, switch = micro_batches(self.request, arrangement.layout), _switch(arrangement)
         for stage, overlap in product(zero_stages(self.request), reversed(switch)):
