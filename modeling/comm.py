@@ -248,8 +248,12 @@ class GatherInChunks:
 
     def start_rest(self) -> None:
         """Start all chunks, where they overlap."""
+        self.start_up_to(self.chunks.num_chunks)
+
+    def start_up_to(self, num: int) -> None:
+        """Start the first `num` chunks, where they overlap."""
         if self.chunks.overlap:
-            self._start(self.chunks.num_chunks)
+            self._start(num)
 
     def chunk(self, k: int) -> Tensor:
         """Wait for chunk k [N * c, ...]; chunks are taken in order."""
@@ -276,6 +280,13 @@ class GatherInChunks:
         if self._travels:
             self._start(k + 1)
             self._started[k].finish()
+
+
+def start_in_turn(*gathers: GatherInChunks) -> None:
+    """Start all chunks of gathers that overlap, the first of each before the second of any."""
+    for num in range(1, gathers[0].chunks.num_chunks + 1):
+        for gather in gathers:
+            gather.start_up_to(num)
 
 
 class Fp8GatherInChunks(GatherInChunks):

@@ -23,6 +23,7 @@ from .comm import (
     Transfer,
     scope,
     start_gather,
+    start_in_turn,
     start_scatter,
     tokens_again,
     tokens_to_keep,
@@ -149,8 +150,11 @@ class _Experts(torch.autograd.Function):
         stacks, kept_products = saved[: len(stacks_need_gradients)], saved[len(stacks_need_gradients) :]
         grads = GatherInChunks(grad_tD, chunks)
         tokens = tokens_again(kept_tokens, chunks, fp8=experts.fp8_tokens)
-        grads.start_rest()
-        tokens.start_rest()
+        if kept_products:  # tokens are for the weights' gradients alone
+            grads.start_rest()
+            tokens.start_rest()
+        else:
+            start_in_turn(grads, tokens)
         run = experts.start_pass(stacks, slots_TA, weights_TA, chunks, kept_products)
         scatter = ScatterInChunks(grad_tD.new_empty(grad_tD.shape), chunks)
         for k in range(chunks.num_chunks):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -73,13 +74,20 @@ def build_mesh(layout: ParallelLayout, *, num_key_value_heads: int) -> ParallelM
     return ParallelMesh(
         layout=layout,
         rank=rank,
-        tp_group=_own_group(tp_blocks, rank),
+        tp_group=_own_group(tp_blocks, rank, options=_urgent()),
         dp_group=_own_group(dp_blocks, rank),
-        kv_group=_own_group(kv_blocks, rank) if twins > 1 else None,
+        kv_group=_own_group(kv_blocks, rank, options=_urgent()) if twins > 1 else None,
     )
 
 
-def _own_group(blocks: list[list[int]], rank: int) -> ProcessGroup:
+def _urgent() -> Any:
+    """Options of a group whose transfers go before products that are queued: a layer waits for the next chunk."""
+    if dist.get_backend() != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def _own_group(blocks: list[list[int]], rank: int, *, options: Any = None) -> ProcessGroup:
     """Every rank creates every group, as torch requires, and keeps the one it is in."""
-    groups = [(block, dist.new_group(block)) for block in blocks]
+    groups = [(block, dist.new_group(block, pg_options=options)) for block in blocks]
     return next(group for block, group in groups if rank in block)

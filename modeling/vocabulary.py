@@ -160,8 +160,8 @@ class _VocabParallelLosses(torch.autograd.Function):
     @scope("head")
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_tD, grad_weight_vD = ctx.saved_tensors
-        grad_x_tD = grad_x_tD * grad.to(grad_x_tD.dtype)
-        return grad_x_tD, (grad_weight_vD * grad).to(ctx.weight_dtype), None, None, None, None
+        # A scalar in float32 times bfloat16 is multiplied in float32, and rounded once.
+        return grad_x_tD * grad, (grad_weight_vD * grad).to(ctx.weight_dtype), None, None, None, None
 
 
 def _token_slices(x_cD: Tensor, weight_vD: Tensor) -> Iterator[slice]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from modeling import comm, mesh
 from modeling.comm import (
     FP8_LARGEST,
     Chunks,
@@ -23,6 +25,7 @@ from modeling.comm import (
     pack_fp8,
     scatter_tokens,
     start_gather,
+    start_in_turn,
     start_scatter,
     sum_gradients,
     sum_over_group,
@@ -476,3 +479,42 @@ def _layer(rank: int, world_size: int, num_chunks: int, regather: bool) -> None:
 @pytest.mark.parametrize(("num_chunks", "regather"), [(1, False), (3, True)])
 def test_a_layer_works_on_rounded_tokens(num_chunks: int, regather: bool) -> None:
     run_ranks(_layer, 2, num_chunks, regather)
+
+
+def test_gathers_in_turn_start_the_first_chunk_of_each_before_the_second_of_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[str, float]] = []
+
+    def record(x: Tensor, group: Any, *, out: Tensor) -> None:
+        started.append((str(x.dtype), x[0, 0].item()))
+
+    monkeypatch.setattr(comm, "start_gather", record)
+    monkeypatch.setattr(comm.dist, "get_world_size", lambda group: 2)
+    chunks = Chunks(6, group=cast(Any, "a group"), num_chunks=3, overlap=True)
+    rows = torch.arange(6.0)[:, None]
+    gathers = [GatherInChunks(rows.to(dtype), chunks) for dtype in (torch.float32, torch.float64)]
+    assert [number for _, number in started] == [0, 0]  # each begins by itself
+    start_in_turn(*gathers)
+    assert [number for _, number in started] == [0, 0, 2, 2, 4, 4]
+    assert [dtype for dtype, _ in started] == ["torch.float32", "torch.float64"] * 3
+    waiting = Chunks(6, group=cast(Any, "a group"), num_chunks=3)
+    start_in_turn(GatherInChunks(rows, waiting))
+    assert len(started) == 6  # without overlap each waits for its turn
+
+
+def test_nccl_groups_of_a_layer_go_before_queued_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of data parallelism do not: nothing waits for them."""
+    made: list[tuple[list[int], Any]] = []
+    nccl = SimpleNamespace(
+        get_world_size=lambda: 8,
+        get_rank=lambda: 0,
+        get_backend=lambda: "nccl",
+        ProcessGroupNCCL=SimpleNamespace(Options=lambda **options: options),
+        new_group=lambda ranks, pg_options: made.append((ranks, pg_options)),
+    )
+    monkeypatch.setattr(mesh, "dist", nccl)
+    mesh.build_mesh(ParallelLayout(dp=2, tp=4), num_key_value_heads=2)
+    urgent = {"is_high_priority_stream": True}
+    assert [options for ranks, options in made if ranks in ([0, 1, 2, 3], [4, 5, 6, 7], [0, 1], [2, 3])] == [urgent] * 4
+    assert [options for ranks, options in made if ranks == [0, 4]] == [None]
