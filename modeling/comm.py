@@ -213,8 +213,13 @@ class Chunks:
         return x if self.num_chunks == 1 else x.unflatten(0, (self.size, -1))[:, self.rows(k)].flatten(0, 1)
 
 
-def cut_in_chunks(x_tD: Tensor, group: ProcessGroup | None, execution: Execution) -> Chunks:
-    """Settle how tensors of the shape and type of x_tD [t, D] travel: as told, or in as many chunks as pay."""
+def cut_in_chunks(
+    x_tD: Tensor, group: ProcessGroup | None, execution: Execution, *, again_bytes: float = 0.0
+) -> Chunks:
+    """Settle how tensors of the shape and type of x_tD [t, D] travel: as told, or in as many chunks as pay.
+
+    again_bytes  what the work on every chunk reads again
+    """
     num_tokens = x_tD.shape[0]
     if group is None:
         return Chunks(num_tokens)
@@ -225,6 +230,7 @@ def cut_in_chunks(x_tD: Tensor, group: ProcessGroup | None, execution: Execution
         device=x_tD.device.type,
         overlap=execution.overlap,
         wanted=execution.overlap_chunks,
+        again_bytes=again_bytes,
     )
     return Chunks(num_tokens, group, num_chunks, execution.overlap, execution.regather)
 

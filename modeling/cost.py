@@ -129,31 +129,41 @@ def choose_strategy(traffic: MoeTraffic) -> str:
 
 
 class Link(NamedTuple):
-    """What a transfer in chunks costs: `bytes_per_s` of one rank, and `chunk_s` more for every further chunk."""
+    """What a transfer in chunks costs: `bytes_per_s` of one rank, and `chunk_s` more for every further chunk.
+
+    memory_bytes_per_s  at which a chunk reads again what all of them need
+    """
 
     bytes_per_s: float
     chunk_s: float
+    memory_bytes_per_s: float
 
 
-# A chunk more costs a collective's latency and a product on fewer rows. CPU: 1 Gbit/s Ethernet; GPU: NVLink.
-LINKS = {"cpu": Link(125e6, 1e-3), "cuda": Link(300e9, 15e-6)}
+# A chunk more costs a collective's latency and a product on fewer rows. CPU: 1 Gbit/s Ethernet, and experts that are
+# worked on one by one in any case; GPU: NVLink, and the memory of an A100 or H100.
+LINKS = {"cpu": Link(125e6, 1e-3, math.inf), "cuda": Link(300e9, 15e-6, 2.5e12)}
 MAX_CHUNKS = 8
 
 
-def choose_num_chunks(sent_bytes: float, *, device: str) -> int:
+def choose_num_chunks(sent_bytes: float, *, device: str, again_bytes: float = 0.0) -> int:
     """In how many chunks to send what overlaps with products: a power of two, 1 where more would not pay.
 
-    The first chunk is waited for, every further one costs `chunk_s`: bytes / (chunks * rate) + chunks * chunk_s is
-    least at the square root of their ratio. A fixed rule, not a measurement: every rank and every run must agree.
+    The first chunk is waited for, every further one costs `chunk_s`, and to read `again_bytes`, the experts' weights:
+    bytes / (chunks * rate) + chunks * cost is least at the square root of their ratio. A fixed rule, not a measurement:
+    every rank and every run must agree.
     """
     link = LINKS.get(device, LINKS["cuda"])
-    best = math.sqrt(sent_bytes / link.bytes_per_s / link.chunk_s)
+    best = math.sqrt(sent_bytes / link.bytes_per_s / (link.chunk_s + again_bytes / link.memory_bytes_per_s))
     return max(1, min(MAX_CHUNKS, 2 ** round(math.log2(max(best, 1.0)))))
 
 
-def settle_num_chunks(num_tokens: int, *, sent_bytes: int, device: str, overlap: bool, wanted: int | None) -> int:
+def settle_num_chunks(
+    num_tokens: int, *, sent_bytes: int, device: str, overlap: bool, wanted: int | None, again_bytes: float = 0.0
+) -> int:
     """In how many chunks a rank's rows are cut: as many as are wanted, else with overlap as many as pay."""
-    num = choose_num_chunks(sent_bytes, device=device) if overlap and wanted is None else wanted or 1
+    num = wanted or 1
+    if overlap and wanted is None:
+        num = choose_num_chunks(sent_bytes, device=device, again_bytes=again_bytes)
     return max(1, min(num, num_tokens))
 
 

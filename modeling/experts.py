@@ -29,6 +29,7 @@ from .comm import (
     tokens_to_keep,
 )
 from .config import GatherMoeConfig
+from .cost import MATRICES
 from .execution import Execution
 from .experts_grouped import GroupedExperts, grouped_backend
 from .experts_loop import LoopExperts
@@ -47,6 +48,7 @@ class GatherMoeExperts(nn.Module):
         self.fp8_tokens = execution.token_dtype == "float8_e4m3"
         self.sum_dtype = torch.float32 if execution.combine_dtype == "float32" else None  # None: the tokens' own
         width = config.moe_intermediate_size // mesh.layout.etp
+        self.num_weights = MATRICES * self.num_local * width * config.hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_local, 2 * width, config.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(self.num_local, config.hidden_size, width))
 

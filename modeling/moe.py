@@ -79,7 +79,9 @@ def gather_tokens(
     """
     [sent_tD] = autocast_inputs(x_tD)
     with scope("experts"):
-        tokens = start_tokens(sent_tD, cut_in_chunks(sent_tD, group, block.execution), fp8=block.experts.fp8_tokens)
+        weight_bytes = block.experts.num_weights * sent_tD.element_size()
+        chunks = cut_in_chunks(sent_tD, group, block.execution, again_bytes=weight_bytes)
+        tokens = start_tokens(sent_tD, chunks, fp8=block.experts.fp8_tokens)
     routing = block.gate(x_tD, **router_inputs)
     choices = start_routing(routing.expert_ids_tA, routing.weights_tA, group)
     with scope("experts"):

@@ -402,19 +402,19 @@ OTHER_FORWARD, OTHER_BACKWARD = 12, 20
 
 def num_launches(job: Job, *, fused: bool = False) -> int:
     """Count the kernels that a rank launches in a step, without the optimizer's; `fused`: a pass is one kernel."""
-    chunks, sizes = job.num_chunks, job.sizes
+    chunks, of_experts, sizes = job.num_chunks, job.expert_rows.chunks, job.sizes
     kernels = {name: 1 if fused else one.num_kernels for name, one in PASSES.items()}
     attention = kernels["norm"] * 3 + kernels["rotate"] * 2 + OTHER_FORWARD + 2 * chunks
     attention_back = kernels["norm_backward"] * 3 + kernels["rotate"] * 2 + OTHER_BACKWARD + 2 * chunks
     if job.static_rows:
         # Sorting takes four; then rows, two products of two kernels each, the activation, and the sums.
-        forward, backward = chunks * (4 + 7), chunks * (4 + 8) + 8
-        if chunks > 1:
+        forward, backward = of_experts * (4 + 7), of_experts * (4 + 8) + 8
+        if of_experts > 1:
             backward += 4 + 4
     else:
-        num = chunks * sizes.num_experts // job.layout.ep
+        num = of_experts * sizes.num_experts // job.layout.ep
         forward = num * (3 + kernels["activation"] + kernels["add_rows"])
-        backward = num * (4 + kernels["activation_backward"] + kernels["add_rows"]) + num // chunks * 6
+        backward = num * (4 + kernels["activation_backward"] + kernels["add_rows"]) + num // of_experts * 6
     moe = kernels["norm"] + kernels["routing"] / 2 + OTHER_FORWARD + forward
     moe_back = kernels["norm_backward"] + kernels["routing"] / 2 + OTHER_BACKWARD + backward
     dense, dense_back = kernels["norm"] + OTHER_FORWARD, kernels["norm_backward"] + OTHER_BACKWARD

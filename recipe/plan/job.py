@@ -102,6 +102,16 @@ class Job:
     @cached_property
     def num_chunks(self) -> int:
         """Pieces in which a rank's tokens are gathered, and their sums scattered."""
+        return self._pieces(0.0)
+
+    @cached_property
+    def num_expert_chunks(self) -> int:
+        """The same of tokens on their way to experts, whose weights every piece reads again."""
+        return self._pieces(
+            cost.MATRICES * self._own_experts * self._own_width * self.sizes.hidden_size * self.element_bytes
+        )
+
+    def _pieces(self, again_bytes: float) -> int:
         if self.layout.tp == 1:
             return 1
         tokens = self.tokens_per_rank
@@ -111,7 +121,16 @@ class Job:
             device=self.device,
             overlap=self.execution.overlap,
             wanted=self.execution.overlap_chunks,
+            again_bytes=again_bytes,
         )
+
+    @property
+    def _own_experts(self) -> int:
+        return self.sizes.num_experts // self.layout.ep
+
+    @property
+    def _own_width(self) -> int:
+        return self.sizes.moe_intermediate_size // self.layout.etp
 
     def num_ranks(self, axis: str) -> int:
         """Count the ranks along an axis: "group", "dp", or "kv", those of a group with the same key-value heads."""
@@ -152,13 +171,13 @@ class Job:
             return ExpertRows(
                 own, own, at_once, sizes.num_experts, sizes.moe_intermediate_size, 1, self.tokens_per_rank
             )
-        experts, width = sizes.num_experts // layout.ep, sizes.moe_intermediate_size // layout.etp
+        experts, width = self._own_experts, self._own_width
         rows = (self.rho if layout.ep > 1 else 1.0) * active * self.num_tokens / layout.ep
         if self.group_strategy == "all_to_all":
             return ExpertRows(rows, rows, rows, experts, width, 1, rows)
         buffer = self.num_tokens * min(active, experts) if self.static_rows else rows
         at_once = self._rows_at_once(buffer, experts=experts, width=width)
-        return ExpertRows(rows, buffer, at_once, experts, width, self.num_chunks, self.num_tokens)
+        return ExpertRows(rows, buffer, at_once, experts, width, self.num_expert_chunks, self.num_tokens)
 
     def _rows_at_once(self, buffer: float, *, experts: int, width: int) -> float:
         if not self.static_rows:

@@ -109,6 +109,7 @@ LETTERS: Mapping[str, Letter] = {
         "tokens whose logits exist at once", lambda job, _: min(-(-job.num_tokens // job.num_chunks), job.head_rows)
     ),
     "C": Letter("chunks of a transfer", lambda job, _: job.num_chunks),
+    "C_experts": Letter("of tokens for the experts", lambda job, _: job.expert_rows.chunks),
     "L": Letter("layers with experts", lambda job, _: job.sizes.num_moe_layers),
     "b": Letter("bytes of a number", lambda job, _: job.element_bytes),
     "P": Letter("parameters of a rank of the group", lambda job, held: held.total),
@@ -341,26 +342,28 @@ def experts_working(s: Letters) -> Lines:
             lines.append(_gathered(s, "tokens for the experts"))
     # The loop holds the rows of one expert at a time, the grouped product those of all.
     if s.static:
-        pieces = max(s.C / s.groups, 1)
+        pieces = max(s.C_experts / s.groups, 1)
         rows, outputs = at_once / pieces, at_once * s.D * s.b
         of_outputs = [Line("gradients of outputs and activations", "activations", rows * (s.D + s.f) * s.b)]
         if s.again:
             of_outputs.append(Line("gate and up products, again", "activations", 2 * rows * s.f * s.b))
-        of_inputs = [Line("gradients of rows, and their sums", "activations", (rows + tokens / s.C) * s.D * s.b)]
+        of_inputs = [
+            Line("gradients of rows, and their sums", "activations", (rows + tokens / s.C_experts) * s.D * s.b)
+        ]
         of_rows = _fullest(of_outputs, of_inputs)
         if s.groups > 1:
             lines.append(Line("sums of the experts' gradients", "gradients", 4 * (s.N if borrows else 1) * s.P_experts))
     else:
         rows, outputs = s.R / s.e, s.R / s.e * s.D * (2 * s.b + 4)
         of_rows = [
-            Line("sums of the tokens' gradients", "activations", 4 * tokens / s.C * s.D),
-            Line("rows of one expert", "activations", 4 * rows / s.C * (3 * s.f + 2 * s.D)),
+            Line("sums of the tokens' gradients", "activations", 4 * tokens / s.C_experts * s.D),
+            Line("rows of one expert", "activations", 4 * rows / s.C_experts * (3 * s.f + 2 * s.D)),
         ]
     of_weights = [
         Line("gradients of the experts", "gradients", (s.N if borrows else 1) * s.P_experts * s.b),
         Line("tokens or their gradients, by row" if s.static else "gradients of outputs", "activations", outputs),
     ]
-    if s.static and s.groups < s.C:
+    if s.static and s.groups < s.C_experts:
         of_weights += [
             Line("all rows by expert, not by chunk", "activations", 3 * at_once * s.f * s.b),
             Line("their order", "activations", pairs + 4 * s.T * s.A),

@@ -115,7 +115,7 @@ def _head(job: Job, *, tokens_bytes: int) -> Iterator[Sent]:
 def _experts(job: Job, *, forwards: int) -> Iterator[Sent]:
     """Yield tokens, weights or rows, and the routing; counts of choices with a capacity; gradients of copies."""
     sizes, strategy = job.sizes, job.moe_strategy
-    chunks = job.num_chunks if strategy == "gather_tokens" else 1
+    chunks = job.num_expert_chunks if strategy == "gather_tokens" else 1
     for transfer in job.moe_traffic.transfers(strategy):
         times = sizes.num_moe_layers * (1 if transfer.is_backward else forwards)
         purpose, calls = ("routing", 1) if transfer.is_routing else ("experts", chunks)

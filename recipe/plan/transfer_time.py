@@ -199,8 +199,9 @@ class _Play(Lanes):
 
     def __init__(self, job: Job, calls: Mapping[tuple[str, str], float], *, purpose: str, busy: float) -> None:
         super().__init__(busy=busy)
-        self._chunks, self._strategy = job.num_chunks, job.moe_strategy
-        self._chunks_again = job.num_chunks if job.execution.regather else 0
+        self._chunks = job.num_expert_chunks if purpose == "experts" else job.num_chunks
+        self._chunks_again = self._chunks if job.execution.regather else 0
+        self._strategy = job.moe_strategy
         ops = ("all_gather", "reduce_scatter", "all_to_all")
         self._gather_s, self._scatter_s, self._exchange_s = (calls.get((purpose, op), 0.0) for op in ops)
         self._routing_s = {op: calls.get(("routing", op), 0.0) for op in ops[:2]}
