@@ -188,7 +188,9 @@ class _Packer(pickle.Pickler):
 
         if type(value) is not torch.Tensor or value.requires_grad or value.device.type != "cpu" or value.is_sparse:
             return NotImplemented
-        content = bytearray(value.contiguous().flatten().view(torch.uint8).numpy())
+        # A single number counts as contiguous whatever its stride is, and cannot be seen as bytes then.
+        flat = value.contiguous().as_strided((value.numel(),), (1,))
+        content = bytearray(flat.view(torch.uint8).numpy())
         return _unpack_tensor, (content, value.dtype, value.shape)
 
 
