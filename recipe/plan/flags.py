@@ -24,6 +24,7 @@ from recipe.shared.command import at_least_even, at_least_one, at_least_two
 
 OUTPUT_DIR = "runs/plan"
 MODEL_FLAG = "--model"
+USUAL_SKEW = 1.3  # natural routing under a balance loss; what Megatron-LM's Mixtral runs fit best with
 USUAL_PER_NODE = 8
 DEFAULT_PRECISION = {"cuda": "bf16", "cpu": "fp32"}
 PLANNED = tuple(name for name in STRATEGIES if name != "auto")  # "auto" takes one of them when it sees the tokens
@@ -161,11 +162,11 @@ class PlanSettings(NamedTuple):
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a search; what a run would settle itself is found by it."""
     add, tokens = parser.add_argument, "tokens of an optimizer step over all devices; one sequence per device if absent"
-    skew = "the busiest rank's expert rows over the mean, where each rank holds whole experts; 1: even"
+    skew = "the busiest rank's expert rows over the mean, where each rank holds whole experts; 1.3 if absent, 1: even"
     add("--tokens_per_batch", type=at_least_one, metavar="T", help=tokens)
     add("--max_micro_batch", type=at_least_one, metavar="B", help="sequences a group may work on at once; any number")
     add("--precision", choices=tuple(ELEMENT_BYTES), help="bf16 on a GPU and fp32 on a CPU if absent")
-    add("--skew", type=at_least_even, default=1.0, metavar="RHO", help=skew)
+    add("--skew", type=at_least_even, default=USUAL_SKEW, metavar="RHO", help=skew)
 
 
 def read_plan_request(flags: argparse.Namespace, *, hardware: Hardware) -> PlanSettings:

@@ -238,13 +238,17 @@ def test_the_files_users_start_from_resolve_and_deepspeed_takes_them(path: Path)
     model = [] if alone else ["--config_name=qwen3-30b-a3b", "--output_dir=run"]
     arguments = parse_arguments(["--local_rank=0", "--ds_config", str(path), *model])
     assert arguments.config_name is not None
-    for world_size in (1, 2) if alone else (8,):
+    two_nodes = path.name in ("bf16_2node.json", "long_context.json")
+    for world_size in (1, 2) if alone else (16,) if two_nodes else (8,):
         got = resolve_config(
             arguments,
             deepspeed_json=load_deepspeed_json(arguments.ds_config),
-            ranks=WorldInfo(world_size=world_size, local_world_size=world_size),
+            ranks=WorldInfo(world_size=world_size, local_world_size=min(world_size, 8)),
             sizes=sizes_of(read_model(arguments).kwargs),
         )
-        assert (got.layout.tp, got.layout.dp) == (world_size, 1)
+        assert got.layout.world_size == world_size
+        assert got.layout.dp == (2 if path.name == "bf16_2node.json" else 1)
         assert got.engine["train_batch_size"] == got.sequences_per_step
-        assert DeepSpeedConfig(got.engine).gradient_clipping == got.optimizer.max_grad_norm
+        # Here DeepSpeed is one rank of its own.
+        engine = got.engine | {"train_batch_size": got.sequences_per_step // got.layout.dp}
+        assert DeepSpeedConfig(engine).gradient_clipping == got.optimizer.max_grad_norm
