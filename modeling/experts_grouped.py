@@ -28,10 +28,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Piece(NamedTuple):
-    """Tokens of one chunk whose rows are worked on together, and which group's: a group has its weights' gradients.
+    """Tokens of one chunk whose rows are worked on together.
 
     number     of the piece
     tokens     where they are, in chunk order
+    group      of pieces, whose rows lie side by side until they are multiplied to the weights' gradients
     first_row  of theirs, in the buffers of the group
     """
 
@@ -182,7 +183,8 @@ class GroupedExperts:
             grad_gate_up_R2f = permute(grad_gate_up_R2f, rows, through_TA=where_TA)
 
         def outer(grad_RO: Tensor, x_RI: Tensor) -> Tensor:
-            return clear_empty(multiply_outer(grad_RO, x_RI, rows.offsets_e, triton=self._triton), rows)
+            gradient = multiply_outer(grad_RO, x_RI, rows.offsets_e, triton=self._triton)
+            return gradient if self._triton else clear_empty(gradient, rows)  # our own kernel writes zeros itself
 
         grad_down = outer(permute(grad_TD[here], rows), act_Rf)
         grad_gate_up = outer(grad_gate_up_R2f, permute(x_TD[here], rows))
