@@ -18,13 +18,38 @@ from modeling.cost import MATRICES
 from modeling.execution import Execution
 from modeling.layout import ParallelLayout
 from recipe.plan.compute_time import Rates, attention_times, expert_times, head_times, num_launches, router_times
-from recipe.plan.hardware import Hardware, find_hardware
+from recipe.plan.hardware import PASSES, Hardware, Pass, find_hardware
 from recipe.plan.job import Job
 from recipe.plan.traffic import ring_bytes
 from recipe.plan.transfer_time import Lanes, Ring, call_seconds
 from recipe.shared.flops import count_parameters, model_flops_per_token
 
 BF16_BYTES = 2
+# Numbers that one kernel reads and writes, in the type of the activations; and norms operator by operator.
+FUSED = {
+    name: Pass(numbers, 0, 1)
+    for name, numbers in {
+        "copy": 2,
+        "add": 3,
+        "norm": 2,
+        "norm_backward": 3,
+        "rotate": 2,
+        "rows": 2,
+        "add_rows": 2,
+        "combine": 1,
+        "activation": 3,
+        "activation_backward": 5,
+        "swiglu": 3,
+        "swiglu_back": 6,
+        "routing": 4,
+        "loss": 3,
+        "refill": 4,
+        "sum_up": 6,
+        "adamw": 14,
+        "squares": 2,
+    }.items()
+}
+EAGER = {**PASSES, "norm": Pass(2, 8, 6), "norm_backward": Pass(3, 18, 11)}
 
 
 class PublishedRow(NamedTuple):
@@ -77,8 +102,8 @@ def describe_published() -> list[str]:
 def described_time(what: Description) -> StepTime:
     """A step of the slowest rank of the last stage, which has the head. Kernels are launched one by one."""
     hardware, system, times = find_hardware(what.gpu), what.system, what.accumulation
-    rates = Rates(hardware, precision="bf16", fused=system.fused)
-    exact = Rates(hardware, precision="fp32", fused=system.fused)
+    passes = FUSED if system.fused else EAGER
+    rates, exact = (Rates(hardware, precision=precision, passes=passes) for precision in ("bf16", "fp32"))
     dense, shared = _dense_job(what), _expert_job(what)
     layers = shared.sizes.num_hidden_layers / what.pp
     parts = (attention_times(dense, rates), router_times(shared, exact), expert_times(shared, rates))
@@ -89,7 +114,7 @@ def described_time(what: Description) -> StepTime:
     grouped = replace(
         shared, execution=replace(shared.execution, experts_backend="grouped")
     )  # as all of these systems multiply
-    launch_s = max(0.0, num_launches(grouped, fused=system.fused) / what.pp * hardware.launch_s - device_s)
+    launch_s = max(0.0, num_launches(grouped, passes=passes) / what.pp * hardware.launch_s - device_s)
     micro_s = device_s + launch_s
     share = forward_s / (forward_s + backward_s)
     return StepTime(

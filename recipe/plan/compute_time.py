@@ -13,7 +13,7 @@ from math import ceil, exp, log
 from typing import NamedTuple
 
 from modeling.cost import MATRICES
-from recipe.plan.hardware import PASSES, Hardware
+from recipe.plan.hardware import PASSES, Hardware, Pass
 from recipe.plan.job import ELEMENT_BYTES, Job
 from recipe.plan.parameters import rank_parameters
 
@@ -26,18 +26,18 @@ ATTENTION_BACKWARD_FLOPS = 2.5
 class Rates:
     """One rank's speed in one precision: as measured where a probe did, else a roofline under stated efficiencies.
 
-    All sizes are of the rank's own work; `fused` prices passes as one kernel each, which ours are not.
+    All sizes are of the rank's own work; `passes` are those of another system where they are not this project's.
     Raises ValueError for a precision that a hardware file does not hold.
     """
 
-    def __init__(self, hardware: Hardware, *, precision: str, fused: bool = False) -> None:
+    def __init__(self, hardware: Hardware, *, precision: str, passes: Mapping[str, Pass] = PASSES) -> None:
         if hardware.measured and precision not in hardware.measured:
             raise ValueError(
                 f"hardware {hardware.name} was measured in {', '.join(sorted(hardware.measured))}, not in {precision}; "
                 f"measure again with `gather-moe probe --precision {precision}`"
             )
         self._hardware, self._precision = hardware, precision
-        self._bytes, self._fused = ELEMENT_BYTES[precision], fused
+        self._bytes, self._moves = ELEMENT_BYTES[precision], passes
         self._product_once_s = cache(self._product_s)
         self._measured = bool(hardware.measured)
         if self._measured:
@@ -61,7 +61,7 @@ class Rates:
         if self._measured:  # fewer elements than measured take what the fewest do, more in proportion
             return count * exp(_value_at(self._passes[name], log(max(elements, 1.0)), above=1.0))
         hardware = self._hardware
-        moved_bytes = PASSES[name].bytes_per_element(self._bytes, fused=self._fused) * elements
+        moved_bytes = self._moves[name].bytes_per_element(self._bytes) * elements
         return count * moved_bytes / (hardware.memory_bytes_per_s * hardware.efficiencies.memory)
 
     def attention_s(self, *, tokens: float, num_heads: float, head_dim: int, length: float, backward: bool) -> float:
@@ -400,10 +400,10 @@ def update_time(job: Job, exact: Rates) -> float:
 OTHER_FORWARD, OTHER_BACKWARD = 12, 20
 
 
-def num_launches(job: Job, *, fused: bool = False) -> int:
-    """Count the kernels that a rank launches in a step, without the optimizer's; `fused`: a pass is one kernel."""
+def num_launches(job: Job, *, passes: Mapping[str, Pass] = PASSES) -> int:
+    """Count the kernels that a rank launches in a step, without the optimizer's."""
     chunks, of_experts, sizes = job.num_chunks, job.expert_rows.chunks, job.sizes
-    kernels = {name: 1 if fused else one.num_kernels for name, one in PASSES.items()}
+    kernels = {name: one.num_kernels for name, one in passes.items()}
     attention = kernels["norm"] * 3 + kernels["rotate"] * 2 + OTHER_FORWARD + 2 * chunks
     attention_back = kernels["norm_backward"] * 3 + kernels["rotate"] * 2 + OTHER_BACKWARD + 2 * chunks
     if job.static_rows:

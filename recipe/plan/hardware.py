@@ -159,47 +159,43 @@ class Hardware:
 
 
 class Pass(NamedTuple):
-    """Numbers read and written per element of some work, in the activations' type and in float32, and its kernels.
-
-    fused  the numbers of one kernel that reads its inputs and writes its results once, in the type of the activations;
-           for other systems, which have such
-    """
+    """Numbers read and written per element of some work, in the activations' type and in float32, and its kernels."""
 
     own: float
     wide: float
     num_kernels: int
-    fused: float
 
-    def bytes_per_element(self, element_bytes: int, *, fused: bool = False) -> float:
-        return self.fused * element_bytes if fused else self.own * element_bytes + self.wide * 4
+    def bytes_per_element(self, element_bytes: int) -> float:
+        return self.own * element_bytes + self.wide * 4
 
 
+# As the layers here run them.
 PASSES: Mapping[str, Pass] = {
-    "copy": Pass(2, 0, 1, 2),
-    "add": Pass(3, 0, 1, 3),
-    "norm": Pass(2, 0, 1, 2),
-    "norm_backward": Pass(3, 0, 2, 3),
-    "rotate": Pass(5, 0, 3, 2),
+    "copy": Pass(2, 0, 1),
+    "add": Pass(3, 0, 1),
+    "norm": Pass(2, 0, 1),
+    "norm_backward": Pass(3, 0, 2),
+    "rotate": Pass(5, 0, 3),
     # Rows looked up by index; rows weighted and added to their tokens.
-    "rows": Pass(2, 0, 1, 2),
-    "add_rows": Pass(1, 6, 3, 2),
+    "rows": Pass(2, 0, 1),
+    "add_rows": Pass(1, 6, 3),
     # The same by kernels on a device, per number read or written: a token's rows summed in registers.
-    "combine": Pass(1, 0, 1, 1),
+    "combine": Pass(1, 0, 1),
     # Per number of an expert's width: silu(gate) * up, and the gradients of gate, up and the routing weight.
-    "activation": Pass(5, 0, 2, 3),
-    "activation_backward": Pass(12, 8, 9, 5),
+    "activation": Pass(5, 0, 2),
+    "activation_backward": Pass(12, 8, 9),
     # The same by kernels, with the routing weight in the product; the backward writes the product again.
-    "swiglu": Pass(3, 0, 1, 3),
-    "swiglu_back": Pass(6, 0, 1, 6),
+    "swiglu": Pass(3, 0, 1),
+    "swiglu_back": Pass(6, 0, 1),
     # Per token and expert: scores, sort, weights and statistics, forward and backward.
-    "routing": Pass(0, 40, 40, 4),
+    "routing": Pass(0, 40, 40),
     # Per logit: maximum, exponential, sum, probability, gradient.
-    "loss": Pass(2, 9, 10, 3),
+    "loss": Pass(2, 9, 10),
     # Per parameter: from one buffer to another, in place; AdamW; the norm, in float64.
-    "refill": Pass(0, 2, 1, 4),
-    "sum_up": Pass(0, 3, 1, 6),
-    "adamw": Pass(0, 7, 1, 14),
-    "squares": Pass(0, 6, 2, 2),
+    "refill": Pass(0, 2, 1),
+    "sum_up": Pass(0, 3, 1),
+    "adamw": Pass(0, 7, 1),
+    "squares": Pass(0, 6, 2),
 }
 
 
