@@ -397,7 +397,7 @@ def update_time(job: Job, exact: Rates) -> float:
 
 
 # Operators of one layer besides the passes, products and attention that have a price: views are free, these are not.
-OTHER_FORWARD, OTHER_BACKWARD = 12, 20
+OTHER_FORWARD, OTHER_BACKWARD = 8, 12
 
 
 def num_launches(job: Job, *, passes: Mapping[str, Pass] = PASSES) -> int:

@@ -14,17 +14,23 @@ from modeling.norm import RmsNorm
 from recipe.dry_run.dry_run import count_kernels
 from recipe.dry_run.fake_world import fake_world
 from recipe.dry_run.kernels import KernelCount, KernelReport
+from recipe.plan.compute_time import num_launches
 from recipe.plan.flags import add_job_flags, add_model_flags, add_world_flags, read_job
+from recipe.plan.job import Job
 
 
-def count(words: str) -> KernelReport:
-    """Of a group of eight, bf16, on H100, in one chunk, and sequences of 16,384 unless the words say more."""
+def job_of(words: str, *, num_chunks: int = 1) -> Job:
+    """Of a group of eight, bf16, on H100, and sequences of 16,384 unless the words say more."""
     parser = argparse.ArgumentParser()
     for add in (add_model_flags, add_world_flags, add_job_flags):
         add(parser)
     flags = "--gpus 8 --tp 8 --micro_batch 1 --seq_len 16384 --config_overrides max_position_embeddings=2097152"
     job, _ = read_job(parser.parse_args([*flags.split(), *words.split()]))
-    job = replace(job, execution=replace(job.execution, overlap_chunks=1))
+    return replace(job, execution=replace(job.execution, overlap_chunks=num_chunks))
+
+
+def count(words: str, num_chunks: int = 1) -> KernelReport:
+    job = job_of(words, num_chunks=num_chunks)
     with fake_world(job.layout, num_key_value_heads=job.sizes.num_key_value_heads) as mesh:
         return count_kernels(job, mesh)
 
@@ -61,6 +67,19 @@ def test_a_layer_costs_what_its_rows_and_weights_do(case: str, alone: ProcessPoo
         assert found.total(phase).launches <= most_launches, phase
     assert found.host_waits == {}
     assert found.largest_rows_bytes <= 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_chunks", [1, 4])
+@pytest.mark.parametrize("case", list(CASES)[:4])
+def test_the_plan_knows_how_many_kernels_a_layer_launches(
+    case: str, num_chunks: int, alone: ProcessPoolExecutor
+) -> None:
+    found = alone.submit(count, case, num_chunks).result(timeout=120)
+    job = job_of(case, num_chunks=num_chunks)
+    one_layer = replace(job, model={**job.model, "num_hidden_layers": 1}, accumulation=1)
+    counted = sum(found.total(phase).launches for phase in ("forward", "backward"))
+    assert num_launches(one_layer) == pytest.approx(counted, rel=0.15)
 
 
 @pytest.mark.slow
