@@ -147,7 +147,7 @@ def test_low_precision_weights_are_the_rounded_ones() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_start_takes_little_more_memory_than_the_weights(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Each tensor is made once, in its type; beside it stand the numbers that are drawn at a time."""
-    monkeypatch.setattr(init, "CHUNK", 2**10)
+    monkeypatch.setattr(init, "CHUNK", 2**13)
     config = tiny_config(hidden_size=256, moe_intermediate_size=512, num_hidden_layers=3, vocab_size=1024)
     with LiveMemory() as memory:
         model = build_model(config, mesh=one_rank_mesh(), seed=1, dtype=dtype)
