@@ -304,7 +304,7 @@ def make_model(
     mesh: ParallelMesh | None = None,
     attention: str = "sdpa",
 ) -> Any:
-    """The same weights in any type, rounded from float32."""
+    """The same weights in any type, each rounded once."""
     config = GatherMoeConfig(**bench.models[size])
     execution = Execution(experts_backend="loop" if dtype == torch.float64 else "auto")
     config._attn_implementation = attention

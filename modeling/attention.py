@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +155,7 @@ def varlen_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
+    dropout: float = 0.0,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
     **options: Any,
@@ -161,16 +163,20 @@ def varlen_attention(
     """torch's attention over documents of any length in one call: q [1, h, T, K], k and v [1, g, T, K] -> [1, T, h, K].
 
     Its kernels run on a GPU, in bfloat16 or float16. Without boundaries (evaluating with a mask, generating with a
-    cache) it is transformers' "sdpa".
+    cache) it is transformers' "sdpa". ValueError for dropout, which these kernels do not know.
     """
     if cu_seq_lens_q is None:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **options)  # type: ignore[no-any-return]
+        return sdpa(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)  # type: ignore[no-any-return]
+    if dropout:
+        raise ValueError(f"attn_implementation='varlen' knows no dropout, and attention_dropout={dropout}; use 'sdpa'")
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     ends, most = cu_seq_lens_q, max_length_q
-    out = varlen_attn(q, k, v, ends, ends, most, most, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+    # torch 2.11 shares key-value heads without being asked to.
+    shares: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    out = varlen_attn(q, k, v, ends, ends, most, most, scale=scaling, window_size=(-1, 0), **shares)
     assert isinstance(out, Tensor)
     return out.unsqueeze(0), None
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from .comm import sum_gradients, sum_over_group, wide
 
 # A checkpoint may bring another version of this file along, whose operators must not replace these.
-NAMESPACE = re.sub(r"\W", "_", __name__)
+NAMESPACE = re.sub(r"[^0-9A-Za-z_]", lambda found: f"_{ord(found[0]):x}_", __name__)  # torch takes ASCII alone
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

@@ -8,6 +8,7 @@ Each is one operator of torch's, so that torch.compile and fake tensors take it 
 Triton's interpreter, a few lines of torch on a CPU. They are defined when first used; a CPU needs no Triton.
 """
 
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # A checkpoint may bring another version of this file along, whose operators must not replace these.
-NAMESPACE = re.sub(r"\W", "_", __name__)
+NAMESPACE = re.sub(r"[^0-9A-Za-z_]", lambda found: f"_{ord(found[0]):x}_", __name__)  # torch takes ASCII alone
 # A block of pairs to be placed is a tile of pairs x slots in registers; more of it would spill.
 PAIRS_BY_SLOTS = 8192
 # Programs that share the rows which are there, sixteen for each multiprocessor of an H100.
@@ -122,6 +123,12 @@ def _define_once() -> bool:
 
 
 def _by_kernel(x: Tensor) -> bool:
+    """Whether kernels work on x; ValueError on a GPU without Triton."""
+    if x.is_cuda and importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            "experts on a GPU need the package triton, which is not installed; `pip install triton` (Linux), or choose "
+            "experts_backend='loop'"
+        )
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -160,8 +160,15 @@ class _VocabParallelLosses(torch.autograd.Function):
     @scope("head")
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_tD, grad_weight_vD = ctx.saved_tensors
-        # A scalar in float32 times bfloat16 is multiplied in float32, and rounded once.
-        return grad_x_tD * grad, (grad_weight_vD * grad).to(ctx.weight_dtype), None, None, None, None
+        # Multiplied in float32 and rounded once: a GPU would round the scalar first.
+        return (
+            (wide(grad_x_tD) * grad).to(grad_x_tD.dtype),
+            (grad_weight_vD * grad).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _token_slices(x_cD: Tensor, weight_vD: Tensor) -> Iterator[slice]:

@@ -175,12 +175,10 @@ def count_kernels(job: Job, mesh: ParallelMesh) -> KernelReport:
 
     def run(moe: int, dense: int) -> KernelCount:
         some = {"num_hidden_layers": moe + dense, "mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
-        with (
-            fake_model(replace(job, model={**job.model, **some}), mesh) as model,
-            without_data(job),
-            KernelCount(model, share_of_rows=share_of_rows(job)) as count,
-        ):
-            run_micro_batch(job, model)
+        with fake_model(replace(job, model={**job.model, **some}), mesh) as model:
+            count = KernelCount(model, share_of_rows=share_of_rows(job))
+            with without_data(job, on_wait=count.wait), count:
+                run_micro_batch(job, model)
         return count
 
     num_moe, num_dense = job.sizes.num_moe_layers, len(job.sizes.dense_layers)

@@ -49,23 +49,32 @@ def config_of(job: Job) -> GatherMoeConfig:
 
 
 @contextmanager
-def without_data(job: Job) -> Iterator[None]:
+def without_data(job: Job, *, on_wait: Callable[[str], None] = lambda name: None) -> Iterator[None]:
     """Let the model run on fake CPU tensors as it would on the job's device, its routing perfectly even.
 
     Every expert gets equally many rows and every rank sends equally many, up to the remainder. Tokens are cut into as
     many chunks, and as many at a time in the head, as on the job's device.
+
+    on_wait  is told where a host would wait for numbers that are made up here
     """
     pairs, rows = job.num_tokens * job.sizes.num_experts_per_tok, _even_rows(job)
 
     def as_on_the_device(num_tokens: int, **options: Any) -> int:
         return settle_num_chunks(num_tokens, **{**options, "device": job.device})
 
+    def waiting(name: str, read: Callable[[Tensor], list[list[int]]]) -> Callable[[Tensor], list[list[int]]]:
+        def replaced(counts: Tensor) -> list[list[int]]:
+            on_wait(name)
+            return read(counts)
+
+        return replaced
+
     with ExitStack() as stack:
         for module, name, function in (
             (comm, "settle_num_chunks", as_on_the_device),
             (vocabulary, "CHUNK_BYTES", HEAD_CHUNK_BYTES[job.device]),
-            (experts_loop, "read_row_ends", _even_ends(rows)),
-            (moe, "read_row_splits", _even_splits(pairs // job.layout.tp)),
+            (experts_loop, "read_row_ends", waiting("read_row_ends", _even_ends(rows))),
+            (moe, "read_row_splits", waiting("read_row_splits", _even_splits(pairs // job.layout.tp))),
             (experts_grouped, "multiply", _product),
             (experts_grouped, "multiply_outer", _outer_product),
         ):

@@ -94,7 +94,7 @@ class KernelCount(TorchDispatchMode):
     share_of_rows  of the rows that buffers of the experts have room for, those that are there
 
     rows                  of each phase, part and operator
-    host_waits            operators that made the host wait, by name
+    host_waits            what made the host wait, by whether it was in a layer and its name
     largest_rows_bytes    the largest tensor of experts' rows
     """
 
@@ -105,7 +105,7 @@ class KernelCount(TorchDispatchMode):
         self._parts: list[str] = [OUTSIDE]
         # Where in autograd's numbering of what it records which part begins.
         self._starts, self._started = [0], [OUTSIDE]
-        self.host_waits: dict[str, int] = {}
+        self.host_waits: Counter[tuple[bool, str]] = Counter()
         self.largest_rows_bytes = 0
         self._hooks = ExitStack()
 
@@ -132,7 +132,7 @@ class KernelCount(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._opname
         if name in WAITS:
-            self.host_waits[name] = self.host_waits.get(name, 0) + 1
+            self.wait(name)
         if func.namespace in ("c10d", "prim") or func.is_view or name in FREE:
             return result
         if func.namespace == NAMESPACE:
@@ -147,6 +147,10 @@ class KernelCount(TorchDispatchMode):
         for i, value in enumerate(work):
             sums[i] += value
         return result
+
+    def wait(self, name: str) -> None:
+        """Count a wait of the host."""
+        self.host_waits[self._place()[1] in LAYER_PARTS, name] += 1
 
     def _begin(self, part: str) -> None:
         is_outside = self._parts[-1] == OUTSIDE and part != "other"  # the last norm
@@ -176,7 +180,7 @@ class KernelCount(TorchDispatchMode):
 
 
 class KernelReport(NamedTuple):
-    """Operators of one layer, of a MoE one if there is any, and of a micro-batch with all layers."""
+    """Operators of one layer, of a MoE one if there is any; operators and waits of a micro-batch with all layers."""
 
     layer: tuple[Kernels, ...]
     micro_batch: tuple[Kernels, ...]
@@ -188,10 +192,10 @@ class KernelReport(NamedTuple):
         """Put together what was counted of models of one layer each, and how many layers are like it."""
         first = counts[0][0]
         whole = [row for row in first.rows if row.part not in LAYER_PARTS]
-        waits = Counter[str]()
+        waits = Counter[str]({name: num for (in_layer, name), num in first.host_waits.items() if not in_layer})
         for count, number in counts:
             whole += [row.times(number) for row in count.rows if row.part in LAYER_PARTS]
-            waits.update(count.host_waits)
+            waits.update({name: num * number for (in_layer, name), num in count.host_waits.items() if in_layer})
         layer = tuple(row for row in first.rows if row.part in LAYER_PARTS)
         return cls(layer, tuple(whole), waits, max(count.largest_rows_bytes for count, _ in counts))
 

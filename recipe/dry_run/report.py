@@ -179,7 +179,7 @@ def _describe_kernels(found: KernelReport, *, accumulation: int) -> Iterator[str
     table = [("", "launches", "read", "written", "TFLOP"), *((row.phase, *_work(row)) for row in step)]
     yield from (f"  {line}" for line in aligned(table, left=(0,)))
     yield f"the largest tensor of experts' rows: {size(found.largest_rows_bytes)}"
-    waits = ", ".join(f"{number} x {name}" for name, number in found.host_waits.items())
+    waits = ", ".join(f"{number * accumulation} x {name}" for name, number in found.host_waits.items())
     yield f"the host waits for the device: {waits or 'never'}"
 
 
@@ -200,7 +200,7 @@ def _kernels_as_json(found: KernelReport, *, accumulation: int) -> dict[str, Any
     return {
         "layer": layer,
         "step": step,
-        "host_syncs": sum(found.host_waits.values()),
+        "host_syncs": accumulation * sum(found.host_waits.values()),
         "largest_transient_bytes": found.largest_rows_bytes,
     }
 

@@ -209,7 +209,7 @@ def _fill(parameter: Tensor, part: Tensor) -> None:
 
 def _check_head(embedding: Tensor, head: Tensor, *, folder: Path) -> None:
     """Raise ValueError unless a head stored beside the embedding it is tied to is equal to it."""
-    if not torch.equal(embedding[: head.shape[0]], head.to(embedding.dtype)):
+    if not torch.equal(embedding[: head.shape[0]], head.to(embedding)):
         raise ValueError(f"{HEAD} in {folder} is not {EMBEDDING}, although its config.json says tie_word_embeddings")
 
 
@@ -235,6 +235,6 @@ def _fill_experts(
         if half is not None:
             local = local.chunk(2)[half]
         if add:
-            local.add_(part)
+            local.add_(part.to(local.device))
         else:
             local.copy_(part.view(local.shape))

@@ -83,6 +83,12 @@ def test_the_plan_knows_how_many_kernels_a_layer_launches(
 
 
 @pytest.mark.slow
+def test_an_exchange_waits_for_counts_in_every_layer(alone: ProcessPoolExecutor) -> None:
+    found = alone.submit(count, "--model qwen3-30b-a3b --ep 8 --strategy all_to_all").result(timeout=120)
+    assert found.host_waits == {"read_row_splits": 48}
+
+
+@pytest.mark.slow
 def test_longer_sequences_take_no_larger_buffers_and_rows_in_proportion(alone: ProcessPoolExecutor) -> None:
     case = f"--model qwen3-30b-a3b --ep 8 {GATHERED} --seq_len"
     short, long = (alone.submit(count, f"{case} {length}").result(timeout=120) for length in (2**14, 2**20))
@@ -126,5 +132,5 @@ def test_operators_are_counted_by_hand() -> None:
     assert found["backward", "norms", "rms_norm_back"] == (1, 2 * numbers + 32 + 400, numbers + 32, 0)
     assert found["backward", "other", "mm"] == (2, 2 * 4 + 256 + 64, 64 + 256, 2 * 2 * 2 * 8 * 8)
     # The gradient of a sum is one number, however often it shows.
-    assert counted.host_waits == {"_local_scalar_dense": 1}
+    assert counted.host_waits == {(False, "_local_scalar_dense"): 1}
     assert not block._forward_hooks

@@ -1,5 +1,8 @@
 """The small layers: products that save their parameter, norms over split rows, embedding and head over a vocabulary."""
 
+import importlib
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +72,21 @@ def test_rms_norm_is_computed_in_float32_at_least(dtype: torch.dtype) -> None:
 def test_rms_norm_has_the_gradient_of_the_formula() -> None:
     inputs = (randn(4, 7).requires_grad_(), randn(7, seed=1).requires_grad_())
     torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, eps=1e-3), inputs)
+
+
+def test_a_copy_of_the_code_in_a_folder_of_any_name_has_operators_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes ASCII alone; two folders must not share a name either."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    namespaces = {norm.NAMESPACE}
+    for folder in ("模型", "数据"):
+        shutil.copytree(Path(norm.__file__).parent, tmp_path / folder)
+        copy = importlib.import_module(f"{folder}.norm")
+        x, weight = torch.randn(2, 8), torch.ones(8)
+        assert torch.equal(copy.rms_norm(x, weight, eps=1e-5), rms_norm(x, weight, eps=1e-5))
+        namespaces.add(copy.NAMESPACE)
+    assert len(namespaces) == 3
 
 
 class Decomposed(TorchDispatchMode):

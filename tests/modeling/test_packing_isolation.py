@@ -221,6 +221,12 @@ def test_torchs_varlen_trains_as_sdpa_does(starts: tuple[tuple[int, ...], ...]) 
     assert_all_match(*gradients)
 
 
+def test_varlen_refuses_dropout_where_it_would_drop_nothing() -> None:
+    model = model_with("varlen", attention_dropout=0.1).train()
+    with pytest.raises(ValueError, match=r"'varlen' knows no dropout, and attention_dropout=0\.1; use 'sdpa'"):
+        packed_logits(model, block_ids())
+
+
 def test_varlen_without_boundaries_is_sdpa() -> None:
     """Evaluating with padding, and generating with a cache: on a CPU, too."""
     ids, mask = block_ids(), torch.ones(len(STARTS), BLOCK, dtype=torch.int64)
