@@ -354,10 +354,24 @@ def difference(got: Tensor, want: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def time_steps(step: Callable[[], Any], bench: Bench) -> float:
-    """The median in seconds, after two that warm up."""
+@contextmanager
+def no_waits(device: torch.device) -> Iterator[None]:
+    """Let torch raise where an operator makes the host wait for a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def time_steps(step: Callable[[], Any], bench: Any, *, before: Callable[[], Any] = lambda: None) -> float:
+    """The median in seconds, after two that warm up; `bench` has a device and num_timed, `before` is not timed."""
     times_s = []
     for _ in range(bench.num_timed + 2):
+        before()
         synchronize(bench.device)
         start_s = time.perf_counter()
         step()

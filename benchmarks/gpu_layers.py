@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_cases import Bench, Case, Row, difference, draw_batch, group_of, make_model, synchronize, time_steps
+from gpu_cases import Bench, Case, Row, difference, draw_batch, group_of, make_model, no_waits, synchronize, time_steps
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling.attention import find_documents, varlen_attention
 from modeling.norm import rms_norm
-from modeling.rows import NAMESPACE, combine, permute, sort_rows, swiglu, swiglu_back
-from recipe.dry_run.kernels import OUR_WORK
+from modeling.rows import combine, permute, sort_rows, swiglu, swiglu_back
+from recipe.dry_run.kernels import KernelCount
 
 NUM_ACTIVE, SHARE = 8, 8  # experts of a token; of all experts a rank holds one in so many
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -25,20 +24,6 @@ def layer_cases(bench: Bench) -> Iterator[Case]:
         yield Case("norms", str(dtype).removeprefix("torch."), partial(check_norms, bench, dtype))
     yield Case("attention", "varlen", partial(check_attention, bench))
     yield Case("waits", f"1 of {bench.num_ranks}", partial(check_waits, bench))
-
-
-class Declared(TorchDispatchMode):
-    """Sums the bytes that our operators are said to move, of the rows that are there."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self._share, self.num_bytes = share, 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == NAMESPACE:
-            self.num_bytes += sum(OUR_WORK[func._opname](self._share, args, result)[1:3])
-        return result
 
 
 def check_rows(bench: Bench, dtype: torch.dtype) -> list[Row]:
@@ -60,9 +45,9 @@ def check_rows(bench: Bench, dtype: torch.dtype) -> list[Row]:
             if device == bench.device and len(results[what]) == 2:
                 want, got = results[what]
                 found.append(Row(*place, f"{what}: error", difference(got, want), bound=BOUNDS[dtype]))
-                with Declared(1 / SHARE) as declared:
+                with KernelCount(torch.nn.Module(), share_of_rows=1 / SHARE) as declared:
                     run()
-                found.append(Row(*place, f"{what}: speed", declared.num_bytes / time_steps(run, bench) / 1e9, "GB/s"))
+                found.append(Row(*place, f"{what}: speed", declared.own_bytes / time_steps(run, bench) / 1e9, "GB/s"))
     return found
 
 
@@ -156,11 +141,6 @@ def check_waits(bench: Bench) -> list[Row]:
 
         micro_batch()  # makes communicators and compiles kernels
         synchronize(bench.device)
-        if bench.device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits(bench.device):
             micro_batch()
-        finally:
-            if bench.device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
     return [Row("waits", f"1 of {bench.num_ranks}", "waits of the host in a micro-batch", 0.0, bound=0.0)]

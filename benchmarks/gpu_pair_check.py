@@ -16,9 +16,7 @@ Exit code 0 where all is within bounds, 1 where something is not or failed, 2 wi
 import argparse
 import gc
 import json
-import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -29,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gpu_cases import DTYPES, GRAPH_FLOORS, LARGE, SMALL, Case, Row, difference, synchronize
+from gpu_cases import DTYPES, GRAPH_FLOORS, LARGE, SMALL, Case, Row, difference, no_waits, synchronize, time_steps
 from gpu_check import describe_machine, print_table
 from torch import Tensor
 
@@ -150,14 +148,8 @@ def check_waits(pair: Pair, strategy: str) -> list[Row]:
     model = make_pair_model(pair, pair.small, strategy)
     micro_batch(pair, model)  # makes communicators and compiles kernels
     synchronize(pair.device)
-    is_gpu = pair.device.type == "cuda"
-    if is_gpu:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits(pair.device):
         micro_batch(pair, model)
-    finally:
-        if is_gpu:
-            torch.cuda.set_sync_debug_mode("default")
     return [Row("waits", strategy, "waits of the host in a micro-batch", 0.0, bound=0.0)]
 
 
@@ -167,7 +159,7 @@ def check_overlap(pair: Pair, name: str, is_urgent: bool) -> list[Row]:
     with nullcontext() if is_urgent else patch.object(mesh_module, "_urgent", lambda: None):
         for what, overlap in (("overlapped", True), ("each waited for", False)):
             model = make_pair_model(pair, pair.large, "gather_tokens", overlap=overlap)
-            seconds[what] = time_together(pair, partial(micro_batch, pair, model))
+            seconds[what] = time_steps(partial(micro_batch, pair, model), pair, before=dist.barrier)
             del model
     return [Row(*place, f"a micro-batch, {what}", value * 1e3, "ms") for what, value in seconds.items()] + [
         Row(
@@ -177,19 +169,6 @@ def check_overlap(pair: Pair, name: str, is_urgent: bool) -> list[Row]:
             "%",
         )
     ]
-
-
-def time_together(pair: Pair, step: Callable[[], Any]) -> float:
-    """The median in seconds of a step that both ranks begin together, after two that warm up."""
-    times_s = []
-    for _ in range(pair.num_timed + 2):
-        dist.barrier()
-        synchronize(pair.device)
-        start_s = time.perf_counter()
-        step()
-        synchronize(pair.device)
-        times_s.append(time.perf_counter() - start_s)
-    return statistics.median(times_s[2:])
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def settle_num_chunks(
 
 
 def tokens_at_once(num_active: int, *widths: int, element_bytes: int) -> int:
-    """Of how many tokens, `num_active` rows each, a buffer of rows of any of these widths has room."""
+    """For how many tokens of `num_active` rows each a buffer has room, whichever of these widths its rows have."""
     return max(1, ROW_BUFFER_BYTES // (num_active * max(widths) * element_bytes))
 
 

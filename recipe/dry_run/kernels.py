@@ -128,6 +128,11 @@ class KernelCount(TorchDispatchMode):
     def rows(self) -> tuple[Kernels, ...]:
         return tuple(Kernels(*key, *sums) for key, sums in self._sums.items())
 
+    @property
+    def own_bytes(self) -> float:
+        """Bytes that our own operators are declared to move."""
+        return sum(row.bytes for row in self.rows if row.name in OUR_WORK)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._opname
@@ -242,7 +247,7 @@ def _attention_flops(args: Any, kwargs: Any, *, is_backward: bool) -> float:
 
 
 def _bytes(x: Tensor) -> int:
-    """Of the numbers in memory, each once however often an expanded tensor shows it."""
+    """Return the bytes of a tensor's numbers in memory, each once however often an expanded tensor shows it."""
     distinct = math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride != 0 or size == 0)
     return distinct * x.element_size()
 

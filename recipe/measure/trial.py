@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from modeling.init import build_model
 from modeling.mesh import build_mesh
 from recipe.data.batches import MicroBatch
 from recipe.dry_run.live_memory import LiveMemory
@@ -24,7 +23,15 @@ from recipe.engine.engine import Engine
 from recipe.launch.start import check_world_size, read_world, start_ranks, stop_ranks
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
-from recipe.train.prepare import Request, choose_threads, model_config, quieten_libraries, settle_request, start_engine
+from recipe.train.prepare import (
+    Request,
+    choose_threads,
+    fresh_model,
+    model_config,
+    quieten_libraries,
+    settle_request,
+    start_engine,
+)
 
 WARM_UP_STEPS = 2  # the first makes the optimizer's states and loads kernels
 
@@ -41,10 +48,7 @@ def measure(request: Request, *, num_steps: int) -> Measured:
     arguments, settings = request.arguments, request.settings
     config = model_config(request, {})
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
-    dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
-    model = build_model(
-        config, mesh=mesh, execution=settings.execution, seed=arguments.seed, dtype=dtype, device=request.world.device
-    )
+    model = fresh_model(config, mesh, seed=arguments.seed, settings=settings, device=request.world.device)
     engine = start_engine(model, arguments=arguments, settings=settings, device=request.world.device)
     steps_s = [_timed_step(engine, request) for _ in range(WARM_UP_STEPS + num_steps)]
     return Measured(statistics.median(steps_s[WARM_UP_STEPS:]), _peak_bytes(engine, request))

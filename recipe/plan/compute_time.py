@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
-from math import ceil, exp, log
+from math import exp, log
 from typing import NamedTuple
 
 from modeling.cost import MATRICES
@@ -244,7 +244,7 @@ def _half_of_a_layer(job: Job, rates: Rates, *, first: float, second: float, bet
 
 def expert_times(job: Job, rates: Rates) -> Both:
     """Return the seconds of a layer's experts with the norm before them and the sum after them, without the router."""
-    rows, width, layout = job.expert_rows, job.sizes.hidden_size, job.layout
+    rows, width = job.expert_rows, job.sizes.hidden_size
     here = job.tokens_per_rank * width
     all_experts = rows.num_experts * rows.chunks
     per_expert = rows.rows / all_experts
@@ -271,10 +271,8 @@ def expert_times(job: Job, rates: Rates) -> Both:
         activations = per_row("activation", rows.width), per_row("activation_backward", rows.width)
         sums = per_row("add_rows", width) + rates.pass_s("copy", rows.tokens * width)
     first = look_up + product(width, 2 * rows.width)
-    groups = ceil(rows.buffer / max(rows.at_once, 1))
-    is_regathered = job.execution.regather and layout.ep > 1 and job.group_strategy == "gather_tokens"
-    again = first if job.static_rows and (is_regathered or groups > 1) else 0.0
-    added = rates.pass_s("add", MATRICES * rows.num_experts * rows.width * width, count=groups - 1)
+    again = first if job.multiplies_again else 0.0
+    added = rates.pass_s("add", MATRICES * rows.num_experts * rows.width * width, count=rows.num_groups - 1)
     forward = Times(
         before=rates.pass_s("norm", here),
         sums=first + activations[0] + product(rows.width, width) + sums + moved_s,

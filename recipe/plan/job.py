@@ -7,6 +7,7 @@ memory and time know nothing else.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import Any, NamedTuple
 
 from modeling import cost
@@ -38,6 +39,11 @@ class ExpertRows(NamedTuple):
     width: int
     chunks: int
     tokens: float
+
+    @property
+    def num_groups(self) -> int:
+        """In how many groups the rows come, one after another."""
+        return ceil(self.buffer / max(self.at_once, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +112,7 @@ class Job:
 
     @cached_property
     def num_expert_chunks(self) -> int:
-        """The same of tokens on their way to experts, whose weights every piece reads again."""
+        """Pieces in which tokens travel to experts, whose weights every piece reads again."""
         return self._pieces(
             cost.MATRICES * self._own_experts * self._own_width * self.sizes.hidden_size * self.element_bytes
         )
@@ -178,6 +184,12 @@ class Job:
         buffer = self.num_tokens * min(active, experts) if self.static_rows else rows
         at_once = self._rows_at_once(buffer, experts=experts, width=width)
         return ExpertRows(rows, buffer, at_once, experts, width, self.num_expert_chunks, self.num_tokens)
+
+    @property
+    def multiplies_again(self) -> bool:
+        """Whether the backward makes the experts' first products again: see modeling/experts.py."""
+        regathers = self.execution.regather and self.layout.ep > 1 and self.group_strategy == "gather_tokens"
+        return self.static_rows and (regathers or self.expert_rows.num_groups > 1)
 
     def _rows_at_once(self, buffer: float, *, experts: int, width: int) -> float:
         if not self.static_rows:

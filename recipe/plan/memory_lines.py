@@ -143,10 +143,7 @@ class Letters:
         self.regather, self.keeps = job.execution.regather, tp > 1 and not job.execution.regather
         self.static, self.clips = job.static_rows, job.model.get("clip_qkv") is not None
         self.jitters = bool(job.model.get("router_jitter_noise"))
-        slices = job.expert_rows.num_experts < job.sizes.num_experts
-        self.groups = math.ceil(job.expert_rows.buffer / max(job.expert_rows.at_once, 1))
-        is_again = self.regather and self.strategy == "gather_tokens" and slices
-        self.again = job.static_rows and (is_again or self.groups > 1)
+        self.groups, self.again = job.expert_rows.num_groups, job.multiplies_again
         for letter, value in self.values.items():
             setattr(self, letter, self.term(value, letter))
 

@@ -175,12 +175,7 @@ def prepare_engine(run: Run) -> Engine:
     arguments = run.arguments
     # Numbers drawn while training, as for dropout, are the same within a group and differ between groups.
     torch.manual_seed(arguments.seed + run.mesh.dp_rank)
-    execution = run.settings.execution
-    # As DeepSpeed would have them before it copies them in float32.
-    dtype = torch.bfloat16 if run.settings.precision == "bf16" else torch.float32
-    model = build_model(
-        run.config, mesh=run.mesh, execution=execution, seed=arguments.seed, dtype=dtype, device=run.world.device
-    )
+    model = fresh_model(run.config, run.mesh, seed=arguments.seed, settings=run.settings, device=run.world.device)
     folder = run.model_folder
     if folder is not None:
         noise = ExpertNoise(arguments.upcycle_noise_std, arguments.seed)
@@ -195,6 +190,14 @@ def prepare_engine(run: Run) -> Engine:
     freeze_parameters(model, arguments.freeze_parameters)
     run.say(describe_parameters(model, run.config))
     return start_engine(model, arguments=arguments, settings=run.settings, device=run.world.device)
+
+
+def fresh_model(
+    config: GatherMoeConfig, mesh: ParallelMesh, *, seed: int, settings: ResolvedConfig, device: str
+) -> GatherMoeForCausalLM:
+    """Make this rank's weights on its device, in the type that DeepSpeed computes with."""
+    dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+    return build_model(config, mesh=mesh, execution=settings.execution, seed=seed, dtype=dtype, device=device)
 
 
 def start_engine(model: GatherMoeForCausalLM, *, arguments: Arguments, settings: ResolvedConfig, device: str) -> Engine:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from modeling.rows import NAMESPACE, PAIRS_BY_SLOTS, Rows, clear_empty, combine, permute, sort_rows, swiglu, swiglu_back
-from recipe.dry_run.kernels import OUR_WORK
+from modeling.rows import PAIRS_BY_SLOTS, Rows, clear_empty, combine, permute, sort_rows, swiglu, swiglu_back
+from recipe.dry_run.kernels import KernelCount
 from tests.triton_kernels import TRITON_NAMES, compile_for, counted_bytes
 
 HIDDEN, WIDTH, ACTIVE, NUM_SLOTS = 40, 24, 3, 5  # no power of two
@@ -134,21 +133,6 @@ def test_kernels_are_the_definition(interpreter: Callable[..., Any], case: str, 
     interpreter(check, case, dtype)
 
 
-class Declared(TorchDispatchMode):
-    """Sums the bytes that recipe/dry_run/kernels.py says our operators move."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share, self.num_bytes = share, 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == NAMESPACE:
-            work = OUR_WORK[func._opname](self.share, args, result)
-            self.num_bytes += work.read_bytes + work.written_bytes
-        return result
-
-
 def counted(case: str) -> dict[str, tuple[float, float]]:
     """Bytes that each operator's kernels moved, and those it is declared to."""
     slots_TA = slots_of(case)
@@ -157,9 +141,10 @@ def counted(case: str) -> dict[str, tuple[float, float]]:
     weights_TA = torch.rand(slots_TA.shape)
 
     def record(name: str, call: Callable[[], Any]) -> Any:
-        with counted_bytes() as moved, Declared(num_rows / slots_TA.numel()) as declared:
+        share = num_rows / slots_TA.numel()
+        with counted_bytes() as moved, KernelCount(torch.nn.Module(), share_of_rows=share) as declared:
             result = call()
-            found[name] = (sum(moved()), declared.num_bytes)
+            found[name] = (sum(moved()), declared.own_bytes)
         return result
 
     rows = record("sort_rows", lambda: sort_rows(slots_TA, num_slots=NUM_SLOTS))
