@@ -1,14 +1,12 @@
 """What plans are asked for in tests: requests, and hardware whose round numbers let times be worked out by hand."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from recipe.plan.hardware import (
     PASSES,
     PRODUCT_KINDS,
     AttentionRate,
-    Efficiencies,
     Hardware,
     Link,
     Measured,
@@ -49,7 +47,7 @@ def flat_hardware(
         memory_bytes_per_s=1e10,
         intra=Link(alpha_s=alpha_s, bytes_per_s=bytes_per_s, busy=busy),
         inter=inter,
-        efficiencies=Efficiencies(**{share.name: 1.0 for share in fields(Efficiencies)}),
+        efficiencies=None,
         launch_s=1e-6,
         sources={"measured": "made up"},
         measured={"fp32": measured},

@@ -22,7 +22,7 @@ from modeling.comm import RowSplits, all_gather_rows, all_to_all_rows, reduce_sc
 from recipe.launch.start import World
 from recipe.measure.products import measure_attention, measure_passes, measure_products
 from recipe.measure.timing import Sizes, Timing, Work, by_case, sizes_for
-from recipe.plan.hardware import Efficiencies, Fit, Hardware, Link, Measured
+from recipe.plan.hardware import Fit, Hardware, Link, Measured
 from recipe.plan.transfer_time import STEPS, fewest_steps
 from recipe.shared.flops import table_peak
 from recipe.shared.ranks import OneRank, Ranks, TorchRanks
@@ -111,7 +111,7 @@ def _hardware(
         memory_bytes_per_s=max(8 * elements / seconds for elements, seconds in largest),
         intra=intra,
         inter=inter,
-        efficiencies=Efficiencies(**dict.fromkeys(Efficiencies.__annotations__, 1.0)),
+        efficiencies=None,
         launch_s=launch_s,
         compute_capability=_capability(world.device),
         sources={
@@ -119,7 +119,6 @@ def _hardware(
             "memory_bytes": "the operating system" if world.device == "cpu" else "the driver",
             "intra": found if intra else "not measured: one rank on a node",
             "inter": found if inter else "not measured: one node",
-            "efficiencies": "not used: rates are measured",
             "launch_s": found,
             "measured": found,
         },

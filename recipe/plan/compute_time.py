@@ -9,11 +9,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
-from math import exp, log
+from math import ceil, exp, log
 from typing import NamedTuple
 
 from modeling.cost import MATRICES
-from recipe.plan.hardware import PASSES, Hardware, Pass
+from modeling.execution import VARLEN
+from recipe.plan.hardware import PASSES, USUAL, Efficiencies, Hardware, Pass
 from recipe.plan.job import ELEMENT_BYTES, Job
 from recipe.plan.parameters import rank_parameters
 
@@ -26,11 +27,19 @@ ATTENTION_BACKWARD_FLOPS = 2.5
 class Rates:
     """One rank's speed in one precision: as measured where a probe did, else a roofline under stated efficiencies.
 
-    All sizes are of the rank's own work; `passes` are those of another system where they are not this project's.
+    All sizes are of the rank's own work. `utilization` is the share of the peak that the whole step reaches, by which
+    products slow down; `passes` are those of another system where they are not this project's.
     Raises ValueError for a precision that a hardware file does not hold.
     """
 
-    def __init__(self, hardware: Hardware, *, precision: str, passes: Mapping[str, Pass] = PASSES) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        *,
+        precision: str,
+        utilization: float = 0.0,
+        passes: Mapping[str, Pass] = PASSES,
+    ) -> None:
         if hardware.measured and precision not in hardware.measured:
             raise ValueError(
                 f"hardware {hardware.name} was measured in {', '.join(sorted(hardware.measured))}, not in {precision}; "
@@ -40,6 +49,8 @@ class Rates:
         self._bytes, self._moves = ELEMENT_BYTES[precision], passes
         self._product_once_s = cache(self._product_s)
         self._measured = bool(hardware.measured)
+        reached = hardware.efficiencies
+        self._warm = 1.0 if reached is None else 1 + reached.heat * utilization
         if self._measured:
             found = hardware.measured[precision]
             self._passes = {name: _logs(curve) for name, curve in found.passes.items()}
@@ -52,43 +63,68 @@ class Rates:
                 for way in ("forward", "backward")
             ]
 
-    def product_s(self, kind: str, *, rows: float, width: float, out: float, count: float = 1) -> float:
-        """Return the seconds of `count` products of [rows, width] with [width, out]; kinds are `Measured`'s."""
-        return self._product_once_s(kind, rows, width, out) * count
+    def product_s(
+        self, kind: str, *, rows: float, width: float, out: float, count: float = 1, at_once: float = 1
+    ) -> float:
+        """Return the seconds of `count` products of [rows, width] with [width, out]; kinds are `Measured`'s.
+
+        at_once  of these are one kernel's
+        """
+        return self._product_once_s(kind, rows, width, out, at_once) * count
 
     def pass_s(self, name: str, elements: float, *, count: float = 1) -> float:
         """Return the seconds of `count` passes of PASSES over this many elements."""
         if self._measured:  # fewer elements than measured take what the fewest do, more in proportion
             return count * exp(_value_at(self._passes[name], log(max(elements, 1.0)), above=1.0))
         hardware = self._hardware
+        assert hardware.efficiencies is not None
         moved_bytes = self._moves[name].bytes_per_element(self._bytes) * elements
         return count * moved_bytes / (hardware.memory_bytes_per_s * hardware.efficiencies.memory)
 
-    def attention_s(self, *, tokens: float, num_heads: float, head_dim: int, length: float, backward: bool) -> float:
+    def attention_s(
+        self, kernel: str, *, tokens: float, num_heads: float, head_dim: int, length: float, backward: bool
+    ) -> float:
         """Return the seconds of causal attention of this many tokens in sequences of `length`."""
         flops = 2 * tokens * length * num_heads * head_dim
         flops *= ATTENTION_BACKWARD_FLOPS if backward else 1
         if self._measured:
             return flops / _rate_at(self._attention[backward], head_dim, length)
         reached = self._hardware.efficiencies
-        share = reached.attention_backward if backward else reached.attention_forward
+        assert reached is not None
+        share = reached.attention.get(kernel, reached.attention[USUAL])[backward]
         peak = self._hardware.peak_flops_per_s[self._precision]
         return flops / (peak * share) * (1 + reached.half_length / length)
 
-    def _product_s(self, kind: str, rows: float, width: float, out: float) -> float:
+    def _product_s(self, kind: str, rows: float, width: float, out: float, at_once: float) -> float:
         flops = 2 * rows * width * out
         if not flops:
             return 0.0
-        mean = 2 * width * out / (width + out)
         if self._measured:  # fewer rows than measured take as long as the fewest
-            return flops / _rate_at(self._products[kind], mean, rows, below=1.0)
+            return flops / _rate_at(self._products[kind], 2 * width * out / (width + out), rows, below=1.0)
         hardware, reached = self._hardware, self._hardware.efficiencies
-        share = reached.product / (1 + reached.half_rows / rows) / (1 + reached.half_width / mean)
+        assert reached is not None
+        # A gradient of weights sums over the rows.
+        shape, depth = ((width, out), rows) if kind == "weight_gradient" else ((rows, out), width)
+        share = reached.product * depth / (depth + reached.half_depth) * _filled(shape, reached, at_once) / self._warm
         moved_bytes = self._bytes * (rows * width + width * out + rows * out)
         return max(
             flops / (hardware.peak_flops_per_s[self._precision] * share),
             moved_bytes / (hardware.memory_bytes_per_s * reached.memory),
         )
+
+
+def _filled(shape: tuple[float, float], reached: Efficiencies, at_once: float) -> float:
+    """Return the share of a kernel's work that makes results, with the best of its tiles; half of the last wave counts.
+
+    Processors start on what comes next while the others end.
+    """
+    best = 0.0
+    for rows, columns in reached.tiles:
+        tiles = ceil(shape[0] / rows) * ceil(shape[1] / columns)
+        waves = at_once * tiles / reached.processors
+        useful = shape[0] * shape[1] / (tiles * rows * columns)
+        best = max(best, useful * waves / ((waves + ceil(waves)) / 2))
+    return best
 
 
 def _logs(points: Iterable[tuple[float, float]]) -> Points:
@@ -189,20 +225,25 @@ def attention_times(job: Job, rates: Rates) -> Both:
     length = job.attention_length or job.block_size
 
     def core(backward: bool) -> float:
-        return rates.attention_s(tokens=tokens, num_heads=heads, head_dim=head, length=length, backward=backward)
+        shape = {"tokens": tokens, "num_heads": heads, "head_dim": head, "length": length}
+        return rates.attention_s(job.attention, **shape, backward=backward)
 
     turned, projected = tokens * (query + key_value), tokens * (query + 2 * key_value)
-    # Each projection made contiguous, and attention's output; gathered in chunks they are put in order, too.
-    copies = rates.pass_s("copy", projected) + rates.pass_s("copy", tokens * query)
-    both = rates.pass_s("rotate", turned) + (copies if job.num_chunks > 1 else 0.0)
-    both += rates.pass_s("copy", 2 * tokens * query) if heads > kv_heads else 0.0
+    both = rates.pass_s("rotate", turned)
+    if heads > kv_heads and job.attention not in VARLEN:  # their heads' keys and values repeated
+        both += rates.pass_s("copy", 2 * tokens * query)
+    if tp == 1:  # queries, keys and values each have a gradient of their input
+        copies, back = 0.0, rates.pass_s("add", tokens * sizes.hidden_size, count=2)
+    else:  # each projection made contiguous, and attention's output; gathered in chunks they are put in order, too
+        copies = rates.pass_s("copy", projected) + rates.pass_s("copy", tokens * query)
+        both, back = both + (copies if job.num_chunks > 1 else 0.0), 2 * copies
     norms = [rates.pass_s(name, turned) if sizes.qk_norm != "none" else 0.0 for name in ("norm", "norm_backward")]
     return _half_of_a_layer(
         job,
         rates,
         first=query + 2 * key_value,
         second=query,
-        between=(both + copies + norms[0] + core(False), both + (2 if tp > 1 else 1) * copies + norms[1] + core(True)),
+        between=(both + copies + norms[0] + core(False), both + back + norms[1] + core(True)),
     )
 
 
@@ -251,13 +292,14 @@ def expert_times(job: Job, rates: Rates) -> Both:
     # One after another each expert's rows are worked on alone; grouped, a chunk's rows at once. Kernels stop at the
     # last row, however many their buffers hold.
     each, count = (rows.rows / rows.chunks, rows.chunks) if job.static_rows else (per_expert, all_experts)
+    at_once = rows.num_experts if job.static_rows else 1
 
     def product(inner: float, out: float) -> float:
-        return rates.product_s("expert", rows=per_expert, width=inner, out=out, count=all_experts)
+        return rates.product_s("expert", rows=per_expert, width=inner, out=out, count=all_experts, at_once=at_once)
 
     def weights_product(inner: float, out: float) -> float:
         shape = {"rows": per_expert * rows.chunks, "width": inner, "out": out}
-        return rates.product_s("weight_gradient", **shape, count=rows.num_experts)
+        return rates.product_s("weight_gradient", **shape, count=rows.num_experts, at_once=at_once)
 
     def per_row(name: str, elements: float) -> float:
         return rates.pass_s(name, each * elements, count=count)
@@ -314,6 +356,8 @@ def router_times(job: Job, exact: Rates) -> Both:
     sizes, tokens = job.sizes, job.tokens_per_rank
     shape = {"rows": tokens, "width": sizes.hidden_size, "out": sizes.num_experts}
     half = exact.pass_s("routing", tokens * sizes.num_experts) / 2
+    if job.precision == "bf16":  # 2 bytes become 4, and 4 of the gradient 2
+        half += 0.75 * exact.pass_s("copy", tokens * sizes.hidden_size)
     forward = Times(before=exact.product_s("forward", **shape) + half)
     backward = Times(
         after=exact.product_s("input_gradient", **shape) + exact.product_s("weight_gradient", **shape) + half

@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from modeling.execution import BY_MASK, PER_DOCUMENT, VARLEN
 from modeling.layout import STRATEGIES, ParallelLayout, divisors
 from modeling.spec import spec_of
 from recipe.plan.hardware import Hardware
@@ -166,6 +167,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokens_per_batch", type=at_least_one, metavar="T", help=tokens)
     add("--max_micro_batch", type=at_least_one, metavar="B", help="sequences a group may work on at once; any number")
     add("--precision", choices=tuple(ELEMENT_BYTES), help="bf16 on a GPU and fp32 on a CPU if absent")
+    kernel = "attention kernel, as in a run; the fastest for the GPU if absent"
+    add("--attn_implementation", choices=(*VARLEN, *PER_DOCUMENT, *BY_MASK), metavar="NAME", help=kernel)
     add("--skew", type=at_least_even, default=USUAL_SKEW, metavar="RHO", help=skew)
 
 
@@ -196,6 +199,7 @@ def read_plan_request(flags: argparse.Namespace, *, hardware: Hardware) -> PlanS
         precision=flags.precision or DEFAULT_PRECISION[hardware.device],
         skew=flags.skew,
         max_micro_batch=flags.max_micro_batch,
+        attention=flags.attn_implementation or arguments.attn_implementation,
     )
     if faults := layout_rules(request, ParallelLayout()):  # a rank alone breaks no rule of layouts
         raise ValueError("no layout can be planned:\n" + "\n".join(f"  - {fault}" for fault in faults))

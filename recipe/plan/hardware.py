@@ -46,43 +46,57 @@ class Fit(NamedTuple):
 class Link:
     """What a rank sends through, in one direction.
 
-    busy  the share of a transfer's time for which it keeps its rank from computing
-    ops   fits of single collectives where they were measured; the others follow the link's own numbers
+    call_s  of any collective, however many ranks and bytes it has
+    busy    the share of a transfer's time for which it keeps its rank from computing
+    ops     fits of single collectives, measured or published; the others follow the link's own numbers
     """
 
     alpha_s: NotNegative
     bytes_per_s: Positive
     busy: Annotated[float, Ge(0), Le(1)]
+    call_s: NotNegative = 0.0
     ops: Mapping[str, Fit] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_names("ops", self.ops, known=LINK_OPS)
 
-    def seconds(self, op: str, *, num_steps: float, sent_bytes: float) -> float:
-        """Return the seconds of a collective in which a rank sends `sent_bytes` in `num_steps` pieces."""
-        fit = self.ops.get(op)
-        alpha_s, rate = (self.alpha_s, self.bytes_per_s) if fit is None else fit[:2]
-        return alpha_s * num_steps + sent_bytes / rate
+    def wait_s(self, op: str, *, num_steps: float) -> float:
+        """Return the seconds of a collective in so many pieces that do not depend on their bytes."""
+        return self.call_s + (self.ops[op].alpha_s if op in self.ops else self.alpha_s) * num_steps
+
+    def transfer_s(self, op: str, sent_bytes: float) -> float:
+        """Return the seconds in which a rank sends this much."""
+        return sent_bytes / (self.ops[op].bytes_per_s if op in self.ops else self.bytes_per_s)
+
+
+class AttentionShare(NamedTuple):
+    """Of the peak, by attention over the causal half of long sequences."""
+
+    forward: Positive
+    backward: Positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiencies:
-    """Shares of the peaks that programs reach, where nothing was measured.
+    """What programs reach of the peaks, where nothing was measured.
 
-    product             of the peak, by a product that is large in every dim
-    half_rows           rows, per expert where grouped, at which a product reaches half of that
-    half_width          the same for the harmonic mean of its other two dims
-    attention_forward   of the peak, over the causal half of the scores, for long sequences
-    attention_backward  the same
-    half_length         length of a sequence at which attention reaches half of that
-    memory              of the memory's bandwidth, by an elementwise kernel
+    product      of the peak, by a cold device and a product that is large in every dim; above 1 where the sheet's own
+                 number is one for a warm device
+    half_depth   numbers summed for each result (K) at which a product reaches half of that
+    heat         how much longer products take at full utilization than on a cold device: power slows the clock
+    tiles        results that a product's kernels make at once, (rows, columns): the best of these
+    processors   tiles that are made at the same time
+    attention    by kernel, "usual" for those not named
+    half_length  length of a sequence at which attention reaches half of that
+    memory       of the memory's bandwidth, by an elementwise kernel
     """
 
     product: Positive
-    half_rows: Positive
-    half_width: Positive
-    attention_forward: Positive
-    attention_backward: Positive
+    half_depth: Positive
+    heat: NotNegative
+    tiles: tuple[tuple[Count, Count], ...]
+    processors: Count
+    attention: Mapping[str, AttentionShare]
     half_length: Positive
     memory: Positive
 
@@ -130,7 +144,8 @@ class Hardware:
     peak_flops_per_s     dense, by precision ("bf16", "fp32")
     memory_bytes_per_s   of the data sheet; measured: of a large copy
     intra, inter         links inside a node and between nodes; None where they were not measured
-    launch_s             from one kernel's launch to the next, as the host gives them without a graph
+    efficiencies         None where rates were measured
+    launch_s             of the host for one operator, without a graph
     measured             by precision; empty for a GPU of the table, never in a file
     compute_capability   (major, minor) of a GPU, by which the trainer chooses how experts are multiplied; None: a CPU
     sources              where each number is from, by field
@@ -144,7 +159,7 @@ class Hardware:
     memory_bytes_per_s: Positive
     intra: Link | None
     inter: Link | None
-    efficiencies: Efficiencies
+    efficiencies: Efficiencies | None
     launch_s: Positive
     sources: Mapping[str, str]
     measured: Annotated[Mapping[str, Measured], MinLen(1)]
@@ -201,19 +216,21 @@ PASSES: Mapping[str, Pass] = {
 
 MIB = 2**20
 ASSUMED = "assumed; `gather-moe probe` measures it"
-# Kernels of 128 rows: the last tile of an expert is half empty on average, 64 rows of padding.
-HALF_ROWS = 64.0
+FITTED = "fitted to published speeds (benchmarks/published.py)"
+TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128))  # of the kernels for GPUs
+USUAL = "usual"
 
 
 class Sheet(NamedTuple):
     """Numbers of data sheets, and what of them was measured by others.
 
-    memory_mib          the device's total as its driver reports it
-    link_gbs, link_share  GB/s of one direction inside a node, and what large collectives reach of it
-    link_source         of the share
-    nic_gbs             GB/s of the network per device
-    attention           (forward, backward) share of the peak for long causal sequences
-    capability          as torch reports it; ROCm's are the numbers of the architecture (gfx942)
+    memory_mib   the device's total as its driver reports it
+    link_gbs     GB/s of one direction inside a node
+    link_shares  what large gathers (and scatters), sums and exchanges reach of it
+    nic_gbs      GB/s of the network per device
+    product      (cold, heat) as in `Efficiencies`
+    attention    shares of the peak by kernel
+    capability   as torch reports it; ROCm's are the numbers of the architecture (gfx942)
     """
 
     device_name: str
@@ -222,28 +239,33 @@ class Sheet(NamedTuple):
     fp32_tflops: float
     link: str
     link_gbs: float
-    link_share: float
+    link_shares: tuple[float, float, float]
     link_source: str
     nic: str
     nic_gbs: float
-    attention: tuple[float, float]
+    product: tuple[float, float]
+    product_source: str
+    processors: int
+    attention: Mapping[str, AttentionShare]
     attention_source: str
     capability: tuple[int, int]
     ranks_per_node: int = 8
 
 
-_FA2_A100 = (
-    (0.55, 0.45),
-    "FlashAttention-2 (2307.08691), figures 5 and 6: up to 73 % forward and 63 % backward on A100, less where causal",
+_AMPERE_ATTENTION = {USUAL: AttentionShare(0.47, 0.38)}
+_HOPPER_ATTENTION = {USUAL: AttentionShare(0.269, 0.217), "flash_attention_3": AttentionShare(0.627, 0.526)}
+_HOPPER_SOURCE = f"FlashAttention-2: {FITTED}; 3: FlashAttention-3 (2407.08608), figures 5 and 6, causal, head size 128"
+_NVLINK_3 = f"{FITTED}"
+_NVLINK_4 = f"gathers: {FITTED}; sums: 436 GB/s measured in the same cluster (nanotron); exchanges: {FITTED}"
+_A100 = (
+    *(19.5, "NVLink 3", 300, (0.37, 0.78, 0.78), _NVLINK_3, "200 Gbit/s InfiniBand", 25),
+    *((0.985, 0.025), FITTED, 108, _AMPERE_ATTENTION, FITTED, (8, 0)),
 )
-_FA2_H100 = (
-    (0.38, 0.32),
-    "FlashAttention-3 (2407.08608), figures 5 and 6, its FlashAttention-2 curves on H100, causal",
+_HOPPER = (
+    *(66.9, "NVLink 4", 450, (0.54, 0.97, 0.84), _NVLINK_4, "400 Gbit/s InfiniBand", 50),
+    *((1.04, 0.68), FITTED, 132, _HOPPER_ATTENTION, _HOPPER_SOURCE, (9, 0)),
 )
-_NVLINK_3 = "NCCL's own model of its speed allows 235 of 300 GB/s (src/graph/tuning.cc, devices of capability 8.0)"
-_NVLINK_4 = "nccl-tests issue 212: 370 of 450 GB/s on H100"
-_A100 = (19.5, "NVLink 3", 300, 0.78, _NVLINK_3, "200 Gbit/s InfiniBand", 25, *_FA2_A100, (8, 0))
-_HOPPER = (66.9, "NVLink 4", 450, 0.82, _NVLINK_4, "400 Gbit/s InfiniBand", 50, *_FA2_H100, (9, 0))
+_AS_HOPPER = f"{ASSUMED}: the shares of H100"
 
 SHEETS: Mapping[str, Sheet] = {
     "a100-80g": Sheet("NVIDIA A100", 81920, 2039, *_A100),
@@ -252,16 +274,17 @@ SHEETS: Mapping[str, Sheet] = {
     "h200": Sheet("NVIDIA H200", 143771, 4800, *_HOPPER),
     # Of a board with eight (HGX); in a GB200 it is a faster one.
     "b200": Sheet(
-        *("NVIDIA B200", 183359, 7700, 75, "NVLink 5", 900, 0.82, f"{_NVLINK_4}, the same share assumed"),
-        *("400 Gbit/s InfiniBand", 50, (0.30, 0.25), ASSUMED, (10, 0)),
+        *("NVIDIA B200", 183359, 7700, 75, "NVLink 5", 900, (0.54, 0.97, 0.84), _AS_HOPPER, "400 Gbit/s InfiniBand", 50),
+        *((1.04, 0.68), _AS_HOPPER, 148),
+        *({USUAL: AttentionShare(0.20, 0.16), "flash_attention_4": AttentionShare(0.60, 0.45)}, ASSUMED, (10, 0)),
     ),
     "mi300x": Sheet(
-        *("AMD Instinct MI300X", 196592, 5300, 163.4, "Infinity Fabric", 448, 0.70, ASSUMED),
-        *("400 Gbit/s", 50, (0.30, 0.22), ASSUMED, (9, 4)),
+        *("AMD Instinct MI300X", 196592, 5300, 163.4, "Infinity Fabric", 448, (0.5, 0.7, 0.7), ASSUMED),
+        *("400 Gbit/s", 50, (0.65, 0.3), ASSUMED, 304, {USUAL: AttentionShare(0.30, 0.22)}, ASSUMED, (9, 4)),
     ),
     "rtx-4090": Sheet(
-        *("NVIDIA GeForce RTX 4090", 24564, 1008, 82.6, "PCIe 4 x16", 32, 0.45, ASSUMED),
-        *("100 Gbit/s for 8", 1.56, (0.55, 0.45), ASSUMED, (8, 9)),
+        *("NVIDIA GeForce RTX 4090", 24564, 1008, 82.6, "PCIe 4 x16", 32, (0.45, 0.45, 0.45), ASSUMED),
+        *("100 Gbit/s for 8", 1.56, (0.9, 0.11), ASSUMED, 128, _AMPERE_ATTENTION, ASSUMED, (8, 9)),
     ),
 }
 ALIASES: Mapping[str, str] = {
@@ -321,8 +344,8 @@ def _table_entry(name: str) -> Hardware | None:
 def _gpu(name: str, sheet: Sheet) -> Hardware:
     peak = table_peak(sheet.device_name)
     assert peak is not None
-    forward, backward = sheet.attention
     sheets = f"data sheet of {sheet.device_name}"
+    cold, heat = sheet.product
     return Hardware(
         name=name,
         device="cuda",
@@ -330,40 +353,51 @@ def _gpu(name: str, sheet: Sheet) -> Hardware:
         ranks_per_node=sheet.ranks_per_node,
         peak_flops_per_s={"bf16": peak.flops_per_s, "fp32": sheet.fp32_tflops * 1e12},
         memory_bytes_per_s=sheet.memory_gbs * 1e9,
-        intra=Link(alpha_s=2.5e-6, bytes_per_s=sheet.link_gbs * sheet.link_share * 1e9, busy=0.1),
-        inter=Link(alpha_s=5e-6, bytes_per_s=0.9 * sheet.nic_gbs * 1e9, busy=0.1),
+        intra=_link(sheet.link_gbs, sheet.link_shares, alpha_s=2e-6, call_s=2e-6),
+        inter=_link(sheet.nic_gbs, NETWORK_SHARES, alpha_s=NETWORK_ALPHA_S, call_s=NETWORK_CALL_S),
         efficiencies=Efficiencies(
-            product=0.75,
-            half_rows=HALF_ROWS,
-            half_width=128.0,
-            attention_forward=forward,
-            attention_backward=backward,
-            half_length=512.0,
+            product=cold,
+            half_depth=560,
+            heat=heat,
+            tiles=TILES,
+            processors=sheet.processors,
+            attention=sheet.attention,
+            half_length=425,
             memory=0.85,
         ),
-        launch_s=5e-6,
+        launch_s=15e-6,
         compute_capability=sheet.capability,
         sources={
             "memory_bytes": "the driver's total of the device",
             "peak_flops_per_s": f"bf16: {peak.source}; fp32: {sheets}, without TF32",
             "memory_bytes_per_s": sheets,
             "ranks_per_node": "the usual server",
-            "intra.bytes_per_s": f"{sheet.link}, {sheet.link_gbs:g} GB/s each way ({sheets}) x {sheet.link_share:g}: "
-            + sheet.link_source,
-            "intra.alpha_s": ASSUMED,
-            "intra.busy": f"{ASSUMED}: the multiprocessors and the memory that a collective takes",
-            "inter.bytes_per_s": f"{sheet.nic} per device, {sheet.nic_gbs:g} GB/s x 0.9: 45 of 50 GB/s in Megatron "
-            "Core's report on all-to-alls over 64 H100",
-            "inter.alpha_s": ASSUMED,
-            "efficiencies.product": ASSUMED,
-            "efficiencies.half_rows": "derived: tiles of 128 rows, half a tile of padding per expert",
-            "efficiencies.half_width": ASSUMED,
+            "intra.bytes_per_s": f"{sheet.link}, {sheet.link_gbs:g} GB/s each way ({sheets}), of which gathers, sums "
+            f"and exchanges reach {', '.join(f'{share:.0%}' for share in sheet.link_shares)}: {sheet.link_source}",
+            "intra.alpha_s": FITTED,
+            "busy": f"{FITTED}: of what could be hidden about half is",
+            "inter.bytes_per_s": f"{sheet.nic} per device, assumed",
+            "inter.alpha_s": FITTED,
+            "efficiencies.product": sheet.product_source,
+            "efficiencies.half_depth": FITTED,
             "efficiencies.attention": sheet.attention_source,
             "efficiencies.memory": ASSUMED,
-            "launch_s": ASSUMED,
+            "launch_s": f"{FITTED}: 12 to 25 us per operator of eager PyTorch",
         },
         measured={},
     )
+
+
+# Of a network's rate: gathers and scatters, sums, exchanges.
+NETWORK_SHARES = (0.5, 0.85, 0.75)
+NETWORK_ALPHA_S, NETWORK_CALL_S = 20e-6, 0.3e-3
+BUSY = 0.4
+
+
+def _link(gbs: float, shares: tuple[float, float, float], *, alpha_s: float, call_s: float) -> Link:
+    gather, summed, exchanged = (1e9 * gbs * share for share in shares)
+    ops = {"all_reduce": Fit(alpha_s, summed, 0.0, 0.0), "all_to_all": Fit(0.0, exchanged, 0.0, 0.0)}
+    return Link(alpha_s=alpha_s, bytes_per_s=gather, busy=BUSY, call_s=call_s, ops=ops)
 
 
 def _this_cpu() -> Hardware:
@@ -382,10 +416,11 @@ def _this_cpu() -> Hardware:
         inter=Link(alpha_s=200e-6, bytes_per_s=0.117e9, busy=0.1),
         efficiencies=Efficiencies(
             product=0.8,
-            half_rows=8.0,
-            half_width=32.0,
-            attention_forward=0.4,
-            attention_backward=0.4,
+            half_depth=16.0,
+            heat=0.0,
+            tiles=((8, 16),),
+            processors=1,
+            attention={USUAL: AttentionShare(0.4, 0.4)},
             half_length=64.0,
             memory=0.8,
         ),
@@ -401,7 +436,7 @@ def _this_cpu() -> Hardware:
     )
 
 
-FORMAT = 1  # of a probe's file; rises with every change that makes older numbers mean something else
+FORMAT = 2  # of a probe's file; rises with every change that makes older numbers mean something else
 AGAIN = "measure again with `gather-moe probe`"
 
 

@@ -58,6 +58,7 @@ class Job:
     precision         "fp32" or "bf16", the latter with float32 master weights and gradient sums
     recompute         every block is computed again in the backward
     device            "cpu" or "cuda"
+    attention         the kernel's name, as a run has it
     attention_length  l = sum(length^2) / sum(length) of the documents in a block; None: each fills a block
     rho               the busiest rank's expert rows over the mean
     clips_gradients   by their norm over all ranks
@@ -73,6 +74,7 @@ class Job:
     precision: str
     recompute: bool
     device: str
+    attention: str = "varlen"
     attention_length: float | None = None
     rho: float = 1.0
     clips_gradients: bool = True
@@ -216,7 +218,8 @@ class Job:
     def micro_batch_key(self) -> tuple[Any, ...]:
         """What one micro-batch's memory and computing depend on, besides recomputation; ZeRO is no part of it."""
         limits = tuple(self.model.get(name) for name in ("clip_qkv", "capacity_factor", "router_jitter_noise"))
-        run = (self.execution, self.group_strategy, self.precision, self.device, self.attention_length, self.rho)
+        run = (self.execution, self.group_strategy, self.precision, self.device)
+        run += (self.attention, self.attention_length, self.rho)
         return self.sizes, self.layout, self.num_sequences, self.block_size, run, limits
 
     @property
@@ -238,5 +241,6 @@ def job_of(settings: ResolvedConfig, *, model: Mapping[str, Any], recompute: boo
         precision=settings.precision,
         recompute=recompute or settings.execution.cuda_graph,  # a graph's backward computes its block again
         device=device,
+        attention=settings.attention,
         clips_gradients=settings.optimizer.max_grad_norm > 0,
     )

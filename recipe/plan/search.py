@@ -22,6 +22,7 @@ from recipe.plan.step_time import TimeModel, TimePlan
 from recipe.settings.flags import Arguments
 from recipe.settings.model import sizes_of
 from recipe.settings.parallel import (
+    FAST_ATTENTION,
     ROW_ALIGNMENT,
     GraphFacts,
     WorldInfo,
@@ -52,7 +53,7 @@ class PlanRequest:
     sequences_per_step  of an optimizer step, over all groups and micro-batches
     skew                rows of the busiest rank over the mean where each rank of a group holds whole experts
     max_micro_batch     sequences a group may work on at once; None: any number
-    attention           the kernel, as a run that names none has it
+    attention           the kernel by the name of a run's flag; "auto" is the fastest, as if its package were installed
     """
 
     model: Mapping[str, Any]
@@ -77,6 +78,7 @@ class PlanRequest:
             local_world_size=self.ranks_per_node,
             device=self.hardware.device,
             compute_capability=self.hardware.compute_capability,
+            attention_kernels=tuple(FAST_ATTENTION),
         )
 
     @cached_property
@@ -193,6 +195,7 @@ def make_job(
         precision=request.precision,
         recompute=recompute,
         device=request.hardware.device,
+        attention=facts.attention,
         rho=skew_of(layout, sizes=request.sizes, skew=request.skew),
     )
 

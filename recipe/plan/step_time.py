@@ -61,7 +61,9 @@ class TimeModel:
         self._per_node = hardware.ranks_per_node if ranks_per_node is None else ranks_per_node
         if self._per_node < 1:
             raise ValueError(f"ranks_per_node={ranks_per_node} must be at least 1")
-        self._rates = cache(lambda precision: Rates(hardware, precision=precision))
+        self._rates = cache(
+            lambda precision, utilization: Rates(hardware, precision=precision, utilization=utilization)
+        )
         self._layers: dict[Any, LayerTimes] = {}
 
     def predict(self, job: Job) -> TimePlan:
@@ -71,7 +73,17 @@ class TimeModel:
         many ranks on a node, or has no link that the layout needs.
         """
         self._check(job)
-        layer, sizes, times, again = self._layer_times(job), job.sizes, job.accumulation, job.recompute
+        cold = self._predict(job, utilization=0.0)
+        reached = self._hardware.efficiencies
+        if reached is None or not reached.heat:
+            return cold
+        # What is computed again is work, too; in whole percents, so that many jobs share what is computed for them.
+        utilization = mfu(job, cold.step_s, self._hardware) * (4 / 3 if job.recompute else 1)
+        return self._predict(job, utilization=round(utilization, 2))
+
+    def _predict(self, job: Job, *, utilization: float) -> TimePlan:
+        layer = self._layer_times(job, utilization)
+        sizes, times, again = job.sizes, job.accumulation, job.recompute
         moe, dense = times * sizes.num_moe_layers, times * len(sizes.dense_layers)
         rows = planned_traffic(job)
         calls_s = {row: self._call_s(job, row.op, row.sent_bytes / row.num_calls, axis=row.axis) for row in rows}
@@ -84,7 +96,7 @@ class TimeModel:
             dense_s=dense * layer["dense"].total(recompute=again),
             head_s=times * layer["head"].total(recompute=False),
             other_s=times * layer["other"].total(recompute=False),
-            optimizer_s=compute_time.update_time(job, self._rates("fp32")),
+            optimizer_s=compute_time.update_time(job, self._rates("fp32", 0.0)),
             communication_s=exposed_s,
             data_parallel_s=sum(row.num_calls * calls_s[row] for row in rows) - group_s - beside_s,
             launch_s=0.0,
@@ -103,10 +115,10 @@ class TimeModel:
                 f"would share its cores; measure again with `gather-moe probe --ranks {together}`"
             )
 
-    def _layer_times(self, job: Job) -> LayerTimes:
-        key = job.micro_batch_key
+    def _layer_times(self, job: Job, utilization: float) -> LayerTimes:
+        key = (job.micro_batch_key, utilization)
         if key not in self._layers:
-            rates, exact = self._rates(job.precision), self._rates("fp32")
+            rates, exact = (self._rates(precision, utilization) for precision in (job.precision, "fp32"))
             self._layers[key] = compute_time.layer_times(job, rates, exact=exact)
         return self._layers[key]
 

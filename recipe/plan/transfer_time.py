@@ -57,15 +57,14 @@ def call_seconds(op: str, sent_bytes: float, *, ring: Ring, hardware: Hardware) 
     if size == 1:
         return 0.0
     if size <= here:
-        return _within_node(hardware).seconds(op, num_steps=STEPS[op](size), sent_bytes=sent_bytes)
+        return _through(_within_node(hardware), op, num_steps=STEPS[op](size), sent_bytes=sent_bytes)
     if op == "all_to_all":
         outside = (size - here) / (size - 1)
-        inter = _between_nodes(hardware)
-        outside_s = inter.seconds(op, num_steps=STEPS[op](size), sent_bytes=outside * sent_bytes)
+        outside_bytes, inside_bytes = outside * sent_bytes, (1 - outside) * sent_bytes
+        outside_s = _through(_between_nodes(hardware), op, num_steps=STEPS[op](size), sent_bytes=outside_bytes)
         if here == 1:
             return outside_s
-        inside_bytes = (1 - outside) * sent_bytes
-        return max(outside_s, _within_node(hardware).seconds(op, num_steps=here - 1, sent_bytes=inside_bytes))
+        return max(outside_s, _through(_within_node(hardware), op, num_steps=here - 1, sent_bytes=inside_bytes))
     ring_s = _crossing(op, sent_bytes, steps=_ring_steps(op, ring), ring=ring, hardware=hardware)
     if op == "all_reduce" and hardware.device == "cuda":
         tree_bytes = sent_bytes * size / (size - 1)  # a ring spares every rank its own part
@@ -109,13 +108,15 @@ def _tree_steps(ring: Ring) -> Steps:
 def _crossing(op: str, sent_bytes: float, *, steps: Steps, ring: Ring, hardware: Hardware) -> float:
     """Return the seconds at the pace of the slowest part: links inside, or the network of a node's ranks together."""
     inter = _between_nodes(hardware)
-    outside_s = inter.seconds(op, num_steps=0, sent_bytes=sent_bytes / ring.per_node)
-    wait_s = inter.seconds(op, num_steps=steps.outside, sent_bytes=0)
     if ring.per_node == 1:
-        return wait_s + outside_s
+        return _through(inter, op, num_steps=steps.outside, sent_bytes=sent_bytes)
     intra = _within_node(hardware)
-    wait_s += intra.seconds(op, num_steps=steps.inside, sent_bytes=0)
-    return wait_s + max(outside_s, intra.seconds(op, num_steps=0, sent_bytes=sent_bytes))
+    wait_s = inter.wait_s(op, num_steps=steps.outside) + intra.wait_s(op, num_steps=steps.inside)
+    return wait_s + max(inter.transfer_s(op, sent_bytes / ring.per_node), intra.transfer_s(op, sent_bytes))
+
+
+def _through(link: Link, op: str, *, num_steps: float, sent_bytes: float) -> float:
+    return link.wait_s(op, num_steps=num_steps) + link.transfer_s(op, sent_bytes)
 
 
 def _within_node(hardware: Hardware) -> Link:

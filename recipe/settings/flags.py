@@ -99,7 +99,7 @@ class Arguments:
         default=(),
     )
     attn_implementation: str = _model(
-        "attention kernel; auto: torch's varlen on a GPU that has it, else sdpa",
+        "attention kernel; auto: the fastest installed for the GPU, torch's varlen, or sdpa",
         default="auto",
         choices=("auto", *VARLEN, *PER_DOCUMENT, *BY_MASK),
     )

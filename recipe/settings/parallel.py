@@ -9,6 +9,7 @@ addresses: nothing in it may wait for the host to read a number, and weights mus
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from typing import NamedTuple
 
@@ -38,12 +39,14 @@ class WorldInfo:
     """The ranks that have started: how many, how many on each node, and what they compute on.
 
     compute_capability  of the GPUs, (major, minor); None on a CPU
+    attention_kernels   what is installed of `FAST_ATTENTION`
     """
 
     world_size: int
     local_world_size: int
     device: str = "cpu"  # or "cuda"
     compute_capability: tuple[int, int] | None = None
+    attention_kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,22 +346,59 @@ class GraphFacts:
     attention_dropout: float
 
 
+class FastAttention(NamedTuple):
+    """A kernel made for one generation of GPUs, and the package that it needs."""
+
+    capability: tuple[int, int]
+    package: str
+
+
+# About twice as fast as FlashAttention-2, which torch's "varlen" is (recipe/plan/hardware.py has the rates).
+FAST_ATTENTION = {
+    "flash_attention_3": FastAttention((9, 0), "flash-attn-3"),
+    "flash_attention_4": FastAttention((10, 0), "flash-attn-4"),
+}
+
+
+def installed_attention() -> tuple[str, ...]:
+    """Return the names of `FAST_ATTENTION` whose package is installed here."""
+
+    def is_installed(package: str) -> bool:
+        try:
+            return bool(version(package))
+        except PackageNotFoundError:
+            return False
+
+    return tuple(name for name, fast in FAST_ATTENTION.items() if is_installed(fast.package))
+
+
+def fast_attention(compute_capability: tuple[int, int] | None) -> str | None:
+    """Return the name in `FAST_ATTENTION` of what is made for such a GPU."""
+    return next((name for name, fast in FAST_ATTENTION.items() if fast.capability == compute_capability), None)
+
+
 def settle_attention(sources: Sources, *, facts: GraphFacts) -> str:
-    """Return the attention kernel: "auto" takes torch's "varlen" where it can be; asked for elsewhere it is a fault."""
+    """Return the attention kernel: "auto" takes the fastest that there is; torch's "varlen" may be a fault."""
     asked = facts.attention
     reasons = "; ".join(_varlen_reasons(facts))
     if asked == "varlen" and reasons:
         sources.faults.append(f'--attn_implementation varlen cannot be used: {reasons}; use "auto" or "sdpa"')
     if asked != "auto":
         return asked
-    taken = default_attention(facts)
-    sources.notes.append(f"--attn_implementation auto became {taken}: {reasons or 'all documents in one call'}")
+    taken, fast = default_attention(facts), fast_attention(facts.ranks.compute_capability)
+    why = reasons or "all documents in one call"
+    if taken == "varlen" and fast is not None:
+        why += f"; about twice as fast on this GPU: {fast}, if {FAST_ATTENTION[fast].package} were installed"
+    sources.notes.append(f"--attn_implementation auto became {taken}: {why}")
     return taken
 
 
 def default_attention(facts: GraphFacts) -> str:
     """Return what "auto" of `attn_implementation` is on such devices."""
-    return "sdpa" if any(_varlen_reasons(facts)) else "varlen"
+    if any(_varlen_reasons(facts)):
+        return "sdpa"
+    fast = fast_attention(facts.ranks.compute_capability)
+    return fast if fast is not None and fast in facts.ranks.attention_kernels else "varlen"
 
 
 def _varlen_reasons(facts: GraphFacts) -> Iterator[str]:

@@ -34,6 +34,7 @@ from recipe.launch.start import World, compute_capability
 from recipe.settings.flags import Arguments
 from recipe.settings.model import ModelSettings, read_model, run_options, sizes_of
 from recipe.settings.model_source import HubModel, is_on_hub
+from recipe.settings.parallel import installed_attention
 from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
 from recipe.settings.sources import load_deepspeed_json
 from recipe.settings.training import settle_schedule
@@ -95,6 +96,7 @@ def settle_request(arguments: Arguments, *, world: World, model: ModelSettings, 
             local_world_size=world.local_world_size,
             device=world.device,
             compute_capability=compute_capability(world),
+            attention_kernels=installed_attention(),
         ),
         sizes=sizes_of(model.kwargs),
         attention_dropout=spec_of(model.kwargs).attention_dropout,
