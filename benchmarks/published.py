@@ -168,7 +168,7 @@ def _expert_parts(what: Description, hardware: Hardware, *, utilization: float) 
     rates, exact = _rates(what, hardware, utilization)
     job, kept = _expert_job(what), _rates(what, hardware, utilization, kept=True)[0]
     forward, backward = (expert_times(job, each) for each in (rates, kept))
-    parts = {"router": router_times(job, exact), "experts": Both(forward.forward, backward.backward)}
+    parts = {"router": router_times(job, rates, exact), "experts": Both(forward.forward, backward.backward)}
     if what.shared_width:
         dense = {**what.model, "num_experts": 0, "intermediate_size": what.shared_width}
         alone = _job(what, ParallelLayout(), model=dense, num_sequences=what.num_sequences, block_size=what.block_size)

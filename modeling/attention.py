@@ -19,6 +19,7 @@ from .execution import BY_MASK, PER_DOCUMENT, VARLEN, Execution
 from .linear import Linear, gather_linear, linear_scatter, plain_weight
 from .mesh import ParallelMesh
 from .norm import RmsNorm, SplitNorm, split_rms_norms
+from .operators import turn
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 # Types of rotary embeddings whose frequencies depend on the furthest position, which the host reads.
@@ -310,7 +311,7 @@ def rotary_tables(config: Any, position_ids: Tensor, *, dtype: torch.dtype) -> R
 
 def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
     """x [B, heads, S, K] turned by its positions; channel i pairs with channel i + K/2, as in transformers."""
-    return _Rotate.apply(x, tables.cos.unsqueeze(1), tables.sin.unsqueeze(1))
+    return _Rotate.apply(x, tables.cos, tables.sin)
 
 
 class _Rotate(torch.autograd.Function):
@@ -319,17 +320,9 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, sign=1)
+        return turn(x, cos, sin, sign=1)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(grad, *ctx.saved_tensors, sign=-1), None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
-    """By the angles of the tables, or for sign=-1 back; both halves of the tables hold the same angles."""
-    out = x * cos
-    half = x.shape[-1] // 2
-    out[..., :half].addcmul_(x[..., half:], sin[..., half:], value=-sign)
-    out[..., half:].addcmul_(x[..., :half], sin[..., :half], value=sign)
-    return out
+        return turn(grad, *ctx.saved_tensors, sign=-1), None, None

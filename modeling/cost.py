@@ -16,7 +16,9 @@ MATRICES = 3  # gate, up and down
 ID_BYTES = 2  # an expert's number on the wire
 WEIGHT_BYTES = 4  # a routing weight, and its gradient
 ROW_BUFFER_BYTES = 2**30  # of one tensor of experts' rows, where it has room for the most that could come
-HEAD_CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}  # of float32 logits at a time; a CPU's caches are small
+# Of logits at a time, counted in float32. A CPU's caches are small; on a GPU every slice adds its whole gradient of the
+# head's weights, so that they are few.
+HEAD_CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**30}
 
 
 class WireBytes(NamedTuple):

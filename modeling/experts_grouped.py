@@ -20,7 +20,8 @@ from torch import Tensor
 
 from .comm import Chunks, GatherInChunks, wide
 from .cost import chunk_bound, tokens_at_once
-from .rows import NAMESPACE, Rows, clear_empty, combine, next_power_of_2, permute, sort_rows, swiglu, swiglu_back
+from .operators import NAMESPACE, next_power_of_2
+from .rows import Rows, clear_empty, combine, permute, sort_rows, swiglu, swiglu_back
 
 # Row tiles that are worked on together before the next columns; see the kernel.
 BAND = 8

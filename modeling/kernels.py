@@ -330,3 +330,80 @@ def clear_without_rows(grad_eN, offsets_e, numbers, COLUMNS: tl.constexpr):
     for block in range(tl.program_id(1), tl.cdiv(numbers, COLUMNS), tl.num_programs(1)):
         column = block * COLUMNS + tl.arange(0, COLUMNS)
         tl.store(start + column, tl.zeros((COLUMNS,), dtype=grad_eN.dtype.element_ty), mask=column < numbers)
+
+
+@triton.jit
+def turn_heads(
+    x,
+    cos,
+    sin,
+    out,
+    num_heads,
+    half,
+    stride_sequence,
+    stride_head,
+    stride_token,
+    stride_out_sequence,
+    stride_out_head,
+    stride_out_token,
+    stride_table_sequence,
+    stride_table_token,
+    SIGN: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Turn some heads of one token by its angles, or back with SIGN -1: channel i with channel i + half."""
+    token, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    head = (tl.program_id(2) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    channel = tl.arange(0, HALF)
+    table = sequence * stride_table_sequence + token * stride_table_token + channel
+    c = tl.load(cos + table, mask=channel < half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + table, mask=channel < half, other=0.0).to(tl.float32)[None, :] * SIGN
+    mask = (head < num_heads)[:, None] & (channel < half)[None, :]
+    at = x + sequence * stride_sequence + token * stride_token + head[:, None] * stride_head + channel[None, :]
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
+    to = out + sequence * stride_out_sequence + token * stride_out_token
+    to += head[:, None] * stride_out_head + channel[None, :]
+    dtype = out.dtype.element_ty
+    tl.store(to, (first * c - second * s).to(dtype), mask=mask)
+    tl.store(to + half, (second * c + first * s).to(dtype), mask=mask)
+
+
+@triton.jit
+def sum_logits(logits, column_c, out_3c, num_rows, num_real, stride_row, COLUMNS: tl.constexpr):
+    """Of a row's first `num_real` logits the largest, the sum of exponentials over it, and the one at its column."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * stride_row
+    highest = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for first in range(0, num_real, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        logit = tl.load(start + column, mask=column < num_real, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, logit)
+        # A lane that has seen nothing yet has neither a largest nor a sum.
+        above = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - above) + tl.exp(logit - above)
+        highest = higher
+    most = tl.max(highest, 0)
+    above = tl.where(most == float("-inf"), 0.0, most)
+    wanted = tl.load(column_c + row)
+    found = tl.load(start + wanted, mask=(wanted >= 0) & (wanted < num_real), other=0.0).to(tl.float32)
+    tl.store(out_3c + row, most)
+    tl.store(out_3c + num_rows + row, tl.sum(total * tl.exp(highest - above), 0))
+    tl.store(out_3c + 2 * num_rows + row, found)
+
+
+@triton.jit
+def logit_gradients(
+    logits, column_c, highest_c, factor_c, num_real, num_columns, stride_row, COLUMNS: tl.constexpr
+):
+    """Replace a row of logits by exp(logit - highest) * factor, less 1 at its column; zeros after `num_real`."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * stride_row
+    highest, factor, wanted = tl.load(highest_c + row), tl.load(factor_c + row), tl.load(column_c + row)
+    for first in range(0, num_columns, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        logit = tl.load(start + column, mask=column < num_real, other=float("-inf")).to(tl.float32)
+        grad = tl.exp(logit - highest) * factor - tl.where(column == wanted, 1.0, 0.0)
+        tl.store(start + column, grad.to(logits.dtype.element_ty), mask=column < num_columns)

@@ -1,6 +1,5 @@
 """RMS norm (Zhang and Sennrich, 1910.07467) in float32 at least, over a whole row or over heads split across ranks."""
 
-import re
 from functools import cache
 from typing import Any
 
@@ -9,9 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .comm import sum_gradients, sum_over_group, wide
-
-# A checkpoint may bring another version of this file along, whose operators must not replace these.
-NAMESPACE = re.sub(r"[^0-9A-Za-z_]", lambda found: f"_{ord(found[0]):x}_", __name__)  # torch takes ASCII alone
+from .operators import NAMESPACE, define_operators
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -31,6 +28,7 @@ class _RmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         grad_x, grad_weight = _operators().rms_norm_back(grad, *ctx.saved_tensors)
         return grad_x, grad_weight, None
@@ -49,10 +47,11 @@ def _define_operators() -> bool:
 
 @cache
 def _define_once() -> bool:
-    forward = torch.library.custom_op(f"{NAMESPACE}::rms_norm", _normalise, mutates_args=())
-    forward.register_fake(lambda x, _, __: (x.new_empty(x.shape), _one_per_row(x)))
-    back = torch.library.custom_op(f"{NAMESPACE}::rms_norm_back", _normalise_back, mutates_args=())
-    back.register_fake(lambda _, x, weight, __: (x.new_empty(x.shape), torch.empty_like(weight)))
+    operators = [
+        (_rms_norm, lambda x, _, __: (x.new_empty(x.shape), _one_per_row(x)), ()),
+        (_rms_norm_back, lambda _, x, weight, __: (x.new_empty(x.shape), torch.empty_like(weight)), ()),
+    ]
+    define_operators(NAMESPACE, operators)
     return True
 
 
@@ -60,7 +59,7 @@ def _one_per_row(x: Tensor) -> Tensor:
     return wide(x[..., :0]).new_empty(*x.shape[:-1], 1)
 
 
-def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if x.is_cuda:
         return fused_rms_norm(x, weight, eps)
     x_wide = wide(x)
@@ -68,7 +67,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (x_wide * scale).mul_(wide(weight)).to(x.dtype).contiguous(), scale
 
 
-def _normalise_back(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_back(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     if x.is_cuda:
         return fused_rms_norm_back(grad, x, weight, scale)
     grad_wide, unit = wide(grad), wide(x) * scale

@@ -15,6 +15,7 @@ from .comm import all_gather_rows, scope, wide
 from .config import GatherMoeConfig
 from .mesh import ParallelMesh
 from .noise import jitter
+from .operators import wide_linear, wide_linear_back
 
 SMALLEST_SUM = 1e-20  # of weights that are scaled to sum to 1; far below what a softmax can give
 
@@ -95,12 +96,11 @@ class GatherMoeRouter(nn.Module):
         weight   instead of the module's own: the decoder block's, which sums the gradients of all replicated weights
         noise_t  [t] int64, the counters that the jitter of x is drawn from; None for none
         """
-        weight_ED = wide(self.weight if weight is None else weight)
-        x_tD = wide(x_tD)
+        weight_ED = self.weight if weight is None else weight
         if noise_t is not None:
-            x_tD = jitter(x_tD, noise_t, width=self.jitter_width)
+            x_tD = jitter(wide(x_tD), noise_t, width=self.jitter_width)
         with torch.autocast(x_tD.device.type, enabled=False):
-            logits_tE = x_tD @ weight_ED.t()
+            logits_tE = _WideLinear.apply(x_tD, weight_ED)
         routing = route(
             logits_tE,
             num_active=self.num_active,
@@ -123,6 +123,20 @@ class GatherMoeRouter(nn.Module):
             weights_tA=routing.weights_tA * kept_tA,
             chosen_ids_tA=ids_tA,
         )
+
+
+class _WideLinear(torch.autograd.Function):
+    """Logits in float32 at least, without wide copies of what they are made from."""
+
+    @staticmethod
+    def forward(ctx: Any, x_tD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_tD, weight_ED)
+        return wide_linear(x_tD, weight_ED)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_tE: Tensor) -> tuple[Tensor, Tensor]:
+        return wide_linear_back(grad_tE, *ctx.saved_tensors)
 
 
 def route(

@@ -4,14 +4,10 @@ Rows lie in buffers that hold the most that could come, and only the device know
 stops at the last real row, reads each number once and writes each once. Sorting is by counting, in three launches; the
 routing weight is part of the activation, as in Megatron-Core, so that a token's rows are summed as they are.
 
-Each is one operator of torch's, so that torch.compile and fake tensors take it as one: a kernel of ours on a GPU and in
-Triton's interpreter, a few lines of torch on a CPU. They are defined when first used; a CPU needs no Triton.
+Each is one operator of torch's (operators.py): a kernel of ours on a GPU and in Triton's interpreter, a few lines of
+torch on a CPU.
 """
 
-import importlib.util
-import os
-import re
-from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A checkpoint may bring another version of this file along, whose operators must not replace these.
-NAMESPACE = re.sub(r"[^0-9A-Za-z_]", lambda found: f"_{ord(found[0]):x}_", __name__)  # torch takes ASCII alone
+from .operators import NAMESPACE, Operator, by_kernel, define_operators, next_power_of_2
+
 # A block of pairs to be placed is a tile of pairs x slots in registers; more of it would spill.
 PAIRS_BY_SLOTS = 8192
 # Programs that share the rows which are there, sixteen for each multiprocessor of an H100.
@@ -91,10 +87,6 @@ def clear_empty(grad_eOI: Tensor, rows: Rows) -> Tensor:
     return grad_eOI
 
 
-def next_power_of_2(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def _operators() -> Any:
     _define_operators()
     return getattr(torch.ops, NAMESPACE)
@@ -108,7 +100,7 @@ def _define_operators() -> bool:
 
 @cache
 def _define_once() -> bool:
-    operators: list[tuple[Callable[..., Any], Callable[..., Any], Iterable[str]]] = [
+    operators: list[Operator] = [
         (_sort_rows, lambda slots_TA, num_slots: _room_for_rows(slots_TA, num_slots), ()),
         (_permute, lambda x_TD, pair_R, *_: x_TD.new_empty(len(pair_R), x_TD.shape[1]), ()),
         (_combine, lambda y_RD, row_TA, dtype: y_RD.new_empty(len(row_TA), y_RD.shape[1], dtype=dtype), ()),
@@ -116,20 +108,8 @@ def _define_once() -> bool:
         (_swiglu_back, lambda _, __, weights_TA, *___: torch.empty_like(weights_TA), ("grad_gate_up_R2f", "act_Rf")),
         (_clear_empty, lambda *_: None, ("grad_eOI",)),
     ]
-    for function, fake, changes in operators:
-        name = function.__name__.removeprefix("_")
-        torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=changes).register_fake(fake)
+    define_operators(NAMESPACE, operators)
     return True
-
-
-def _by_kernel(x: Tensor) -> bool:
-    """Whether kernels work on x; ValueError on a GPU without Triton."""
-    if x.is_cuda and importlib.util.find_spec("triton") is None:
-        raise ValueError(
-            "experts on a GPU need the package triton, which is not installed; `pip install triton` (Linux), or choose "
-            "experts_backend='loop'"
-        )
-    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def count_rows_on_cpu(offsets_e: Tensor) -> int:
@@ -148,7 +128,7 @@ def _room_for_rows(slots_TA: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Te
 def _sort_rows(slots_TA: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
     pair_R, row_TA, offsets_e = _room_for_rows(slots_TA, num_slots)
     slots_P = slots_TA.flatten()
-    if not _by_kernel(slots_TA):
+    if not by_kernel(slots_TA):
         key_P, order = torch.where((slots_P >= 0) & (slots_P < num_slots), slots_P, num_slots).sort(stable=True)
         offsets_e.copy_(torch.searchsorted(key_P, torch.arange(num_slots), right=True))
         num_rows = count_rows_on_cpu(offsets_e)
@@ -177,7 +157,7 @@ def _sort_rows(slots_TA: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor
 def _permute(x_TD: Tensor, pair_R: Tensor, offsets_e: Tensor, num_active: int, through_TA: Tensor | None) -> Tensor:
     num_columns = x_TD.shape[1]
     out_RD = x_TD.new_empty(len(pair_R), num_columns)
-    if not _by_kernel(x_TD):
+    if not by_kernel(x_TD):
         pairs = pair_R[: count_rows_on_cpu(offsets_e)]
         torch.index_select(
             x_TD, 0, pairs // num_active if through_TA is None else through_TA.view(-1)[pairs], out=out_RD[: len(pairs)]
@@ -204,7 +184,7 @@ def _permute(x_TD: Tensor, pair_R: Tensor, offsets_e: Tensor, num_active: int, t
 
 def _combine(y_RD: Tensor, row_TA: Tensor, dtype: torch.dtype) -> Tensor:
     (num_tokens, num_active), num_columns = row_TA.shape, y_RD.shape[1]
-    if not _by_kernel(y_RD):
+    if not by_kernel(y_RD):
         total_TD = y_RD.new_zeros(num_tokens, num_columns, dtype=torch.promote_types(y_RD.dtype, torch.float32))
         for row_T in row_TA.unbind(1) if len(y_RD) else ():
             # Rows that no pair fills are uninitialised: select, never multiply with 0.
@@ -226,7 +206,7 @@ def _combine(y_RD: Tensor, row_TA: Tensor, dtype: torch.dtype) -> Tensor:
 def _swiglu(gate_up_R2f: Tensor, weights_TA: Tensor, pair_R: Tensor, offsets_e: Tensor) -> Tensor:
     width = gate_up_R2f.shape[1] // 2
     out_Rf = gate_up_R2f.new_empty(len(gate_up_R2f), width)
-    if not _by_kernel(gate_up_R2f):
+    if not by_kernel(gate_up_R2f):
         pairs = pair_R[: count_rows_on_cpu(offsets_e)]
         gate, up = _wide(gate_up_R2f[: len(pairs)]).chunk(2, dim=1)
         out_Rf[: len(pairs)] = F.silu(gate) * up * weights_TA.reshape(-1)[pairs, None]
@@ -252,7 +232,7 @@ def _swiglu_back(
 ) -> Tensor:
     grad_weights_TA = torch.zeros_like(weights_TA, memory_format=torch.contiguous_format)
     width = act_Rf.shape[1]
-    if not _by_kernel(grad_Rf):
+    if not by_kernel(grad_Rf):
         pairs = pair_R[: count_rows_on_cpu(offsets_e)]
         here = slice(len(pairs))
         gate, up = _wide(gate_up_R2f[here]).chunk(2, dim=1)
@@ -286,7 +266,7 @@ def _swiglu_back(
 
 
 def _clear_empty(grad_eOI: Tensor, offsets_e: Tensor) -> None:
-    if not _by_kernel(grad_eOI):
+    if not by_kernel(grad_eOI):
         is_empty = offsets_e.diff(prepend=offsets_e.new_zeros(1)) == 0
         grad_eOI.masked_fill_(is_empty[:, None, None], 0.0)
         return

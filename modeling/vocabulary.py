@@ -18,6 +18,7 @@ from .comm import Chunks, GatherInChunks, ScatterInChunks, scope, wide
 from .cost import HEAD_CHUNK_BYTES, head_rows
 from .linear import autocast_inputs, linear
 from .mesh import ParallelMesh
+from .operators import logit_gradients_, logit_sums
 
 IGNORED = -100  # transformers' label for "no target here"
 CHUNK_BYTES, CHUNK_BYTES_CUDA = HEAD_CHUNK_BYTES["cpu"], HEAD_CHUNK_BYTES["cuda"]
@@ -145,7 +146,6 @@ class _VocabParallelLosses(torch.autograd.Function):
                 nll += nll_here
                 z += z_here
                 if grad_x_cD is not None and grad_weight_vD is not None:
-                    grad_cv = grad_cv.to(x_cD.dtype)
                     torch.mm(grad_cv, weight_vD, out=grad_x_cD[here])
                     _add_product(grad_weight_vD, grad_cv.t(), x_cD[here])
                 del grad_cv  # or it would live beside the next logits
@@ -189,28 +189,25 @@ def _chunk_losses(
     x_cD: Tensor, weight_vD: Tensor, targets_c: Tensor, vocabulary: Vocabulary, z_coef: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of nll and z over c tokens, and the gradient of nll + z_coef * z for this rank's logits [c, v]."""
-    logits_cv = wide(x_cD @ weight_vD.t())
-    logits_cv[:, vocabulary.num_real :].fill_(-torch.inf)  # padding of the vocabulary
-    highest_c = logits_cv.amax(dim=-1)
-    if vocabulary.group is not None:
-        dist.all_reduce(highest_c, op=dist.ReduceOp.MAX, group=vocabulary.group)
-    logits_cv -= highest_c[:, None]
+    logits_cv = x_cD @ weight_vD.t()
     column_c = targets_c - vocabulary.first
-    is_mine_c = (column_c >= 0) & (column_c < vocabulary.num_real)
-    column_c = torch.where(is_mine_c, column_c, 0)
-    target_logit_c = torch.where(is_mine_c, logits_cv.gather(1, column_c[:, None]).squeeze(1), 0.0)
-    exp_cv = logits_cv.exp_()
-    sums_2c = torch.stack([exp_cv.sum(dim=-1), target_logit_c])
+    column_c = torch.where((column_c >= 0) & (column_c < vocabulary.num_real), column_c, -1)
+    own_highest_c, sum_c, target_logit_c = logit_sums(logits_cv, column_c, num_real=vocabulary.num_real)
+    highest_c = own_highest_c
     if vocabulary.group is not None:
+        highest_c = own_highest_c.clone()
+        dist.all_reduce(highest_c, op=dist.ReduceOp.MAX, group=vocabulary.group)
+        sums_2c = torch.stack([sum_c * (own_highest_c - highest_c).exp(), target_logit_c])
         dist.all_reduce(sums_2c, group=vocabulary.group)
+        sum_c, target_logit_c = sums_2c.unbind()
     valid_c = targets_c != IGNORED
-    shifted_c = sums_2c[0].log()
+    shifted_c = sum_c.log()
     log_partition_c = shifted_c + highest_c
-    nll = torch.where(valid_c, shifted_c - sums_2c[1], 0.0).sum()
+    nll = torch.where(valid_c, shifted_c - (target_logit_c - highest_c), 0.0).sum()
     z = torch.where(valid_c, log_partition_c.square(), 0.0).sum()
     # p * (1 + 2 * z_coef * log Z) - onehot(target), in the logits' memory; 0 where there is no target.
-    grad_cv = exp_cv.mul_((valid_c / sums_2c[0])[:, None])
+    factor_c = valid_c / sum_c
     if z_coef:
-        grad_cv *= (1 + 2 * z_coef * log_partition_c)[:, None]
-    grad_cv.scatter_add_(1, column_c[:, None], -(is_mine_c & valid_c).to(grad_cv.dtype)[:, None])
-    return nll, z, grad_cv
+        factor_c = factor_c * (1 + 2 * z_coef * log_partition_c)
+    column_c = torch.where(valid_c, column_c, -1)
+    return nll, z, logit_gradients_(logits_cv, column_c, highest_c, factor_c, num_real=vocabulary.num_real)

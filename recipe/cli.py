@@ -1,6 +1,7 @@
 """The `gather-moe` command: every room that has commands defines them in a table of its own."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ COMMANDS = (
     *recipe.measure.command.COMMANDS,
 )
 
+READER_GONE = 128 + 13  # as a shell has it for SIGPIPE
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code; a user's mistake ends in one message on stderr."""
@@ -35,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RunError, ValueError) as error:
         print(f"gather-moe {command.name}: {error}", file=sys.stderr)
         return getattr(error, "exit_code", USER_ERROR)
+    except BrokenPipeError:  # whoever read the output, like `head`, has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python itself writes at its end
+        return READER_GONE
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

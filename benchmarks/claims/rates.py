@@ -3,7 +3,7 @@
 from claims.claim import GB_PER_S, PERCENT
 from claims.machines import A100, A100_ASSUMED, H100, H100_ASSUMED
 from claims.table import Column, Row, Table
-from recipe.plan.hardware import find_hardware
+from recipe.plan.hardware import USUAL, find_hardware
 
 
 def rate_rows() -> tuple[Row, ...]:
@@ -11,13 +11,14 @@ def rate_rows() -> tuple[Row, ...]:
     for name, label, here in ((A100, "A100", A100_ASSUMED), (H100, "H100", H100_ASSUMED)):
         planned = find_hardware(name)
         assert planned.intra is not None
+        assert planned.efficiencies is not None
         rows.append(
             {
                 "machine": label,
                 "products": here.products,
                 "planned_products": planned.efficiencies.product,
                 "attention": here.attention,
-                "planned_attention": planned.efficiencies.attention_forward,
+                "planned_attention": planned.efficiencies.attention[USUAL].forward,
                 "link": here.link_bytes_per_s,
                 "planned_link": planned.intra.bytes_per_s,
             }
@@ -38,11 +39,11 @@ RATES = Table(
     columns=(
         Column("machine", "machine"),
         Column("products", "products, here", PERCENT, 0),
-        Column("planned_products", "planner", PERCENT, 0),
+        Column("planned_products", "planner, on a cold device", PERCENT, 0),
         Column("attention", "attention, here", PERCENT, 0),
         Column("planned_attention", "planner, forward", PERCENT, 0),
         Column("link", "link, here", GB_PER_S, 0),
-        Column("planned_link", "planner", GB_PER_S, 0),
+        Column("planned_link", "planner, gathers", GB_PER_S, 0),
     ),
     rows=rate_rows,
 )

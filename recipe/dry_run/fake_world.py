@@ -18,7 +18,7 @@ from modeling.config import GatherMoeConfig
 from modeling.cost import HEAD_CHUNK_BYTES, settle_num_chunks
 from modeling.layout import ParallelLayout
 from modeling.mesh import ParallelMesh, build_mesh
-from modeling.rows import NAMESPACE
+from modeling.operators import NAMESPACE
 from recipe.plan.job import Job
 
 

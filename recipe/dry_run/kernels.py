@@ -1,7 +1,7 @@
 """What a micro-batch asks of a device, operator by operator: launches, bytes through memory, FLOPs, waits of the host.
 
 Every operator of torch's dispatcher is a launch that reads its inputs and writes its results once, but views, which are
-free, and collectives, which the ledger books. Of our own (modeling/rows.py) only rows that are there count: as many as
+free, and collectives, which the ledger books. Of our own that work on experts' rows (modeling/rows.py) only rows that are there count: as many as
 a perfectly even routing brings. Tensors are fake ones of a CPU: operators that CUDA fuses and a CPU does not are
 counted as the CPU's.
 """
@@ -25,8 +25,8 @@ from modeling.decoder import GatherMoeDecoderLayer
 from modeling.experts import GatherMoeExperts
 from modeling.moe import GatherMoeMlp
 from modeling.norm import RmsNorm, SplitNorm
+from modeling.operators import NAMESPACE
 from modeling.router import GatherMoeRouter
-from modeling.rows import NAMESPACE
 
 # Parts by what computes them, the innermost first; of a layer all that is none of these is "other".
 PARTS: Mapping[type[nn.Module], str] = {
@@ -131,7 +131,7 @@ class KernelCount(TorchDispatchMode):
     @property
     def own_bytes(self) -> float:
         """Bytes that our own operators are declared to move."""
-        return sum(row.bytes for row in self.rows if row.name in OUR_WORK)
+        return sum(row.bytes for row in self.rows if row.name in {**OUR_WORK, **ON_ELEMENTS})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -140,7 +140,9 @@ class KernelCount(TorchDispatchMode):
             self.wait(name)
         if func.namespace in ("c10d", "prim") or func.is_view or name in FREE:
             return result
-        if func.namespace == NAMESPACE:
+        if func.namespace == NAMESPACE and name in ON_ELEMENTS:
+            work = ON_ELEMENTS[name](args)
+        elif func.namespace == NAMESPACE and name in OUR_WORK:
             work = OUR_WORK[name](self._share, args, result)
             sizes = [
                 each.nbytes for each in tree_leaves((args, result)) if isinstance(each, Tensor) and each.dim() == 2
@@ -306,4 +308,48 @@ OUR_WORK: Mapping[str, Callable[[float, Any, Any], Work]] = {
     "clear_empty": _clear_empty,
     "multiply": _multiply,
     "multiply_outer": _multiply_outer,
+}
+
+
+# The same of operators.py. A table's halves are the same angles, of which one is read; a row's numbers are few.
+def _turn(args: Any) -> Work:
+    x, cos, sin = args[:3]
+    return Work(1, x.nbytes + (_bytes(cos) + _bytes(sin)) / 2, x.nbytes)
+
+
+def _logit_sums(args: Any) -> Work:
+    logits_cv, column_c, num_real = args
+    row_bytes = column_c.nbytes + 4 * len(logits_cv)
+    return Work(2, len(logits_cv) * num_real * logits_cv.element_size() + row_bytes, 24 * len(logits_cv))
+
+
+def _logit_gradients(args: Any) -> Work:
+    logits_cv, column_c, highest_c, factor_c, num_real = args
+    row_bytes = column_c.nbytes + highest_c.nbytes + factor_c.nbytes
+    return Work(1, len(logits_cv) * num_real * logits_cv.element_size() + row_bytes, logits_cv.nbytes)
+
+
+def _wide_linear(args: Any) -> Work:
+    x, weight = args
+    out_bytes = 4 * len(x) * len(weight)
+    return Work(1, x.nbytes + weight.nbytes, out_bytes, 2.0 * x.numel() * len(weight))
+
+
+def _wide_linear_back(args: Any) -> Work:
+    """In bfloat16 the gradient in parts: six passes, a look, two products of three times the depth, and a sum."""
+    grad, x, weight = args
+    if x.element_size() == 4:
+        return Work(2, 2 * grad.nbytes + x.nbytes + weight.nbytes, x.nbytes + weight.nbytes, 4.0 * x.numel() * len(weight))
+    parts_bytes, weights_bytes = 6 * grad.numel(), 3 * weight.nbytes
+    read = 5 * grad.nbytes + 2 * parts_bytes + 2 * parts_bytes + x.nbytes + weight.nbytes + weights_bytes
+    written = 2 * grad.nbytes + 2 * parts_bytes + x.nbytes + 4 * weights_bytes + weight.nbytes
+    return Work(11, read + 2 * weights_bytes, written, 12.0 * x.numel() * len(weight))
+
+
+ON_ELEMENTS: Mapping[str, Callable[[Any], Work]] = {
+    "wide_linear": _wide_linear,
+    "wide_linear_back": _wide_linear_back,
+    "turn": _turn,
+    "logit_sums": _logit_sums,
+    "logit_gradients_": _logit_gradients,
 }

@@ -209,7 +209,7 @@ def layer_times(job: Job, rates: Rates, *, exact: Rates) -> LayerTimes:
     has_experts, has_dense = job.sizes.num_moe_layers > 0, bool(job.sizes.dense_layers)
     return {
         "attention": attention_times(job, rates),
-        "router": router_times(job, exact) if has_experts else Both(),
+        "router": router_times(job, rates, exact) if has_experts else Both(),
         "experts": expert_times(job, rates) if has_experts else Both(),
         "dense": _dense_times(job, rates) if has_dense else Both(),
         "head": head_times(job, rates),
@@ -351,18 +351,22 @@ def _moved(job: Job, rates: Rates) -> tuple[float, float]:
     return 0.0, 0.0  # gathered tokens are read where they are
 
 
-def router_times(job: Job, exact: Rates) -> Both:
-    """Return the seconds of one layer's router: a product and what follows it, in float32 in either precision."""
+def router_times(job: Job, rates: Rates, exact: Rates) -> Both:
+    """Return the seconds of one layer's router: a product in float32 in either precision, and what follows it."""
     sizes, tokens = job.sizes, job.tokens_per_rank
+    elements = tokens * sizes.num_experts
+    half = exact.pass_s("routing", elements) / 2
     shape = {"rows": tokens, "width": sizes.hidden_size, "out": sizes.num_experts}
-    half = exact.pass_s("routing", tokens * sizes.num_experts) / 2
-    if job.precision == "bf16":  # 2 bytes become 4, and 4 of the gradient 2
-        half += 0.75 * exact.pass_s("copy", tokens * sizes.hidden_size)
-    forward = Times(before=exact.product_s("forward", **shape) + half)
-    backward = Times(
-        after=exact.product_s("input_gradient", **shape) + exact.product_s("weight_gradient", **shape) + half
-    )
-    return Both(forward, backward)
+    if job.precision == "bf16" and job.device == "cuda":  # a gradient is cut into three parts
+        forward_s = rates.product_s("forward", **shape)
+        backward_s = rates.product_s("input_gradient", rows=tokens, width=3 * sizes.num_experts, out=sizes.hidden_size)
+        backward_s += rates.product_s("weight_gradient", **{**shape, "out": 3 * sizes.num_experts})
+        backward_s += exact.pass_s("add", elements, count=3)
+    else:
+        cast_s = 0.75 * exact.pass_s("copy", tokens * sizes.hidden_size) if job.precision == "bf16" else 0.0
+        forward_s = exact.product_s("forward", **shape) + cast_s
+        backward_s = sum(exact.product_s(kind, **shape) for kind in ("input_gradient", "weight_gradient")) + cast_s
+    return Both(Times(before=forward_s + half), Times(after=backward_s + half))
 
 
 def head_times(job: Job, rates: Rates) -> Both:
@@ -372,6 +376,8 @@ def head_times(job: Job, rates: Rates) -> Both:
     step = min(tokens / job.num_chunks, job.head_rows)
     shape = {"rows": step, "width": width, "out": vocabulary, "count": tokens / step}
     products = sum(rates.product_s(kind, **shape) for kind in ("forward", "input_gradient", "weight_gradient"))
+    if job.precision == "bf16":  # each slice's gradient of the weights is added in float32
+        products += rates.pass_s("sum_up", vocabulary * width, count=tokens / step)
     forward = Times(sums=products + rates.pass_s("loss", step * vocabulary, count=tokens / step))
     backward = Times(
         before=rates.pass_s("copy", vocabulary * width) + rates.pass_s("copy", job.tokens_per_rank * width)
@@ -439,20 +445,19 @@ def update_time(job: Job, exact: Rates) -> float:
 
 
 # Operators of one layer besides the passes, products and attention that have a price: views are free, these are not.
-OTHER_FORWARD, OTHER_BACKWARD = 8, 12
+OTHER_FORWARD, OTHER_BACKWARD = 7, 9
 
 
-def num_launches(job: Job, *, passes: Mapping[str, Pass] = PASSES) -> int:
+def num_launches(job: Job) -> int:
     """Count the kernels that a rank launches in a step, without the optimizer's."""
     chunks, of_experts, sizes = job.num_chunks, job.expert_rows.chunks, job.sizes
-    kernels = {name: one.num_kernels for name, one in passes.items()}
-    attention = kernels["norm"] * 3 + kernels["rotate"] * 2 + OTHER_FORWARD + 2 * chunks
-    attention_back = kernels["norm_backward"] * 3 + kernels["rotate"] * 2 + OTHER_BACKWARD + 2 * chunks
+    kernels = {name: one.num_kernels for name, one in PASSES.items()}
+    attention = kernels["norm"] * 3 + kernels["rotate"] * 2 + OTHER_FORWARD + 3 * chunks
+    attention_back = kernels["norm_backward"] * 3 + kernels["rotate"] * 2 + OTHER_BACKWARD + 5 * chunks
     if job.static_rows:
-        # Sorting takes four; then rows, two products of two kernels each, the activation, and the sums.
-        forward, backward = of_experts * (4 + 7), of_experts * (4 + 8) + 8
-        if of_experts > 1:
-            backward += 4 + 4
+        # Sorting takes four; then rows, two products of two kernels each, the activation, and the sums. Chunks are put
+        # together, too.
+        forward, backward = 14 * of_experts - 2, 19 * of_experts + 4
     else:
         num = of_experts * sizes.num_experts // job.layout.ep
         forward = num * (3 + kernels["activation"] + kernels["add_rows"])

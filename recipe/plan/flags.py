@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from modeling.execution import BY_MASK, PER_DOCUMENT, VARLEN
 from modeling.layout import STRATEGIES, ParallelLayout, divisors
 from modeling.spec import spec_of
-from recipe.plan.hardware import Hardware
+from recipe.plan.hardware import Hardware, with_network
 from recipe.plan.job import ELEMENT_BYTES, Job, job_of
 from recipe.plan.search import PlanRequest, layout_rules
 from recipe.settings.arguments import parse_arguments
@@ -21,7 +21,7 @@ from recipe.settings.parallel import ACCUMULATION_KEY, MICRO_KEY
 from recipe.settings.presets import PRESETS
 from recipe.settings.resolve import ResolvedConfig, WorldInfo, resolve_config
 from recipe.settings.sources import load_deepspeed_json
-from recipe.shared.command import at_least_even, at_least_one, at_least_two
+from recipe.shared.command import at_least_even, at_least_one, at_least_two, positive_number
 
 OUTPUT_DIR = "runs/plan"
 MODEL_FLAG = "--model"
@@ -167,6 +167,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokens_per_batch", type=at_least_one, metavar="T", help=tokens)
     add("--max_micro_batch", type=at_least_one, metavar="B", help="sequences a group may work on at once; any number")
     add("--precision", choices=tuple(ELEMENT_BYTES), help="bf16 on a GPU and fp32 on a CPU if absent")
+    network = "Gbit/s of the network between nodes, per GPU; assumed, and said so, if absent"
+    add("--network_gbits", type=positive_number, metavar="RATE", help=network)
     kernel = "attention kernel, as in a run; the fastest for the GPU if absent"
     add("--attn_implementation", choices=(*VARLEN, *PER_DOCUMENT, *BY_MASK), metavar="NAME", help=kernel)
     add("--skew", type=at_least_even, default=USUAL_SKEW, metavar="RHO", help=skew)
@@ -176,6 +178,8 @@ def read_plan_request(flags: argparse.Namespace, *, hardware: Hardware) -> PlanS
     """Return what the flags ask for; ValueError where numbers clash, or the model breaks a rule in every layout."""
     arguments = parse_arguments(list(run_words(flags)))
     model, notes = read_moe_model(arguments, flags=flags), []
+    if flags.network_gbits is not None:
+        hardware = with_network(hardware, flags.network_gbits)
     if flags.tokens_per_batch is None:
         notes.append("one sequence per device and step; --tokens_per_batch asks for more")
     tokens = flags.tokens_per_batch or flags.gpus * arguments.block_size

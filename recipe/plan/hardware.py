@@ -10,7 +10,7 @@ import os
 import re
 import reprlib
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -190,7 +190,7 @@ PASSES: Mapping[str, Pass] = {
     "add": Pass(3, 0, 1),
     "norm": Pass(2, 0, 1),
     "norm_backward": Pass(3, 0, 2),
-    "rotate": Pass(5, 0, 3),
+    "rotate": Pass(2, 0, 1),
     # Rows looked up by index; rows weighted and added to their tokens.
     "rows": Pass(2, 0, 1),
     "add_rows": Pass(1, 6, 3),
@@ -204,8 +204,8 @@ PASSES: Mapping[str, Pass] = {
     "swiglu_back": Pass(6, 0, 1),
     # Per token and expert: scores, sort, weights and statistics, forward and backward.
     "routing": Pass(0, 40, 40),
-    # Per logit: maximum, exponential, sum, probability, gradient.
-    "loss": Pass(2, 9, 10),
+    # Per logit: read for its row's sums, and replaced by its gradient.
+    "loss": Pass(3, 0, 2),
     # Per parameter: from one buffer to another, in place; AdamW; the norm, in float64.
     "refill": Pass(0, 2, 1),
     "sum_up": Pass(0, 3, 1),
@@ -323,6 +323,18 @@ def find_hardware(name: str, *, device: str | None = None) -> Hardware:
     return found
 
 
+def with_network(hardware: Hardware, gbits_per_s: float) -> Hardware:
+    """Return a GPU of the table whose nodes are joined by so many Gbit/s per device.
+
+    ValueError for hardware that was measured, its network too, or is a CPU.
+    """
+    if hardware.measured or hardware.device == "cpu":
+        raise ValueError(f"hardware {hardware.name} has its own network; only that of a GPU by name can be stated")
+    link = _network(gbits_per_s / 8)
+    sources = {**hardware.sources, "inter.bytes_per_s": f"{gbits_per_s:g} Gbit/s per device, as stated"}
+    return replace(hardware, inter=link, sources=sources)
+
+
 def known_names() -> list[str]:
     """Return the names of the table, without aliases."""
     return [*SHEETS, "cpu"]
@@ -354,7 +366,7 @@ def _gpu(name: str, sheet: Sheet) -> Hardware:
         peak_flops_per_s={"bf16": peak.flops_per_s, "fp32": sheet.fp32_tflops * 1e12},
         memory_bytes_per_s=sheet.memory_gbs * 1e9,
         intra=_link(sheet.link_gbs, sheet.link_shares, alpha_s=2e-6, call_s=2e-6),
-        inter=_link(sheet.nic_gbs, NETWORK_SHARES, alpha_s=NETWORK_ALPHA_S, call_s=NETWORK_CALL_S),
+        inter=_network(sheet.nic_gbs),
         efficiencies=Efficiencies(
             product=cold,
             half_depth=560,
@@ -376,7 +388,7 @@ def _gpu(name: str, sheet: Sheet) -> Hardware:
             f"and exchanges reach {', '.join(f'{share:.0%}' for share in sheet.link_shares)}: {sheet.link_source}",
             "intra.alpha_s": FITTED,
             "busy": f"{FITTED}: of what could be hidden about half is",
-            "inter.bytes_per_s": f"{sheet.nic} per device, assumed",
+            "inter.bytes_per_s": f"{sheet.nic} per device, assumed; --network_gbits states another",
             "inter.alpha_s": FITTED,
             "efficiencies.product": sheet.product_source,
             "efficiencies.half_depth": FITTED,
@@ -388,10 +400,12 @@ def _gpu(name: str, sheet: Sheet) -> Hardware:
     )
 
 
-# Of a network's rate: gathers and scatters, sums, exchanges.
-NETWORK_SHARES = (0.5, 0.85, 0.75)
-NETWORK_ALPHA_S, NETWORK_CALL_S = 20e-6, 0.3e-3
 BUSY = 0.4
+
+
+def _network(gbs: float) -> Link:
+    """Return a network of so many GB/s per device: half of it is what gathers and scatters reach, sums in trees more."""
+    return _link(gbs, (0.5, 0.85, 0.75), alpha_s=20e-6, call_s=0.3e-3)
 
 
 def _link(gbs: float, shares: tuple[float, float, float], *, alpha_s: float, call_s: float) -> Link:

@@ -260,7 +260,7 @@ def total(lines: Sequence[Line]) -> float:
 def head_working(s: Letters) -> Lines:
     """Return what lives beside all layers' activations in the head: a slice's logits, or gradients that are sent."""
     logits = [
-        Line("logits at a time, and their gradient", "logits", s.c * s.v * (4 + s.b if s.extra else 4)),
+        Line("logits at a time, and their gradient", "logits", s.c * s.v * s.b),
         Line("gradients of gathered tokens", "logits", s.T * s.D * s.b / s.C),
     ]
     if s.extra:

@@ -19,7 +19,7 @@ from recipe.plan.step_time import mfu
 from recipe.plan.traffic import planned_traffic
 from recipe.plan.transfer_time import describe_overlap
 from recipe.plan.zero3 import zero_number
-from recipe.settings.parallel import ACCUMULATION_KEY, MICRO_KEY, TOTAL_KEY
+from recipe.settings.parallel import ACCUMULATION_KEY, FAST_ATTENTION, MICRO_KEY, TOTAL_KEY
 from recipe.settings.resolve import BUCKET_KEY, zero_block
 from recipe.shared.flops import count_parameters, model_flops_per_token
 from recipe.shared.units import aligned, duration, size
@@ -114,8 +114,10 @@ def plan_as_json(plan: Plan, found: Found) -> dict[str, Any]:
         "regather": job.execution.regather,
         "overlap": job.execution.overlap,
         "experts_backend": job.execution.experts_backend,
+        "attention": job.attention,
         "idle_gpus": found.idle(plan),
         "step_s": plan.time.step_s,
+        "step_s_interval": list(plan.time.interval(found.request.hardware)),
         "tokens_per_s": plan.tokens_per_s,
         "tokens_per_s_per_gpu": plan.tokens_per_s / found.request.gpus,
         "mfu": _mfu(plan, found),
@@ -130,7 +132,7 @@ def _asked(found: Found, *, notes: Sequence[str]) -> Iterator[str]:
     counts = count_parameters(request.sizes)
     flops = model_flops_per_token(request.sizes, attention_length=request.block_size)
     hardware, reserve = request.hardware, RESERVE_BYTES[request.hardware.device]
-    basis = "measured by a probe" if hardware.measured else "data sheets and assumed efficiencies"
+    basis = "measured by a probe" if hardware.measured else "data sheets, and what others published"
     tokens = request.sequences_per_step * request.block_size
     yield (
         f"model    {counts.total / 1e9:.2f} B parameters, {counts.active / 1e9:.2f} B of them for a token, "
@@ -140,9 +142,16 @@ def _asked(found: Found, *, notes: Sequence[str]) -> Iterator[str]:
         f"devices  {request.gpus} x {hardware.name}, {request.ranks_per_node} per node, {size(found.room_bytes)} each "
         f"({size(reserve)} set aside for what is no tensor), {request.precision}, speeds: {basis}"
     )
+    if request.gpus > request.ranks_per_node:
+        yield f"network  between nodes: {hardware.sources['inter.bytes_per_s' if not hardware.measured else 'inter']}"
     yield f"step     {request.sequences_per_step} sequences of {request.block_size} = {tokens:,} tokens"
     if request.skew > 1:
         yield f"skew     the busiest rank has {request.skew:g} times the mean rows where ranks hold whole experts"
+    if found.plans and (package := FAST_ATTENTION.get(kernel := found.plans[0].job.attention)):
+        yield (
+            f"kernel   {kernel}, which a run takes by itself where {package.package} is installed; without it plan with "
+            "--attn_implementation varlen"
+        )
     for note in notes:
         yield f"note     {note}"
 
@@ -157,6 +166,7 @@ _COLUMNS: Mapping[str, Callable[[Plan, Found], str]] = {
     "overlap": lambda plan, _: "yes" if plan.job.execution.overlap else "no",
     "memory": lambda plan, _: size(plan.memory.total_bytes),
     "step": lambda plan, _: duration(plan.time.step_s),
+    "±": lambda plan, found: f"{plan.time.interval(found.request.hardware).high_s / plan.time.step_s - 1:.0%}",
     "tokens/s": lambda plan, _: f"{plan.tokens_per_s:,.0f}",
     "per GPU": lambda plan, found: f"{plan.tokens_per_s / found.request.gpus:,.0f}",
     "MFU": lambda plan, found: f"{_mfu(plan, found):.1%}",

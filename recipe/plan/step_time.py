@@ -7,6 +7,7 @@ MFU counts causal attention once (half of the score square), as recipe/shared/fl
 
 from collections.abc import Mapping
 from functools import cache
+from math import sqrt
 from typing import Any, NamedTuple
 
 from recipe.plan import compute_time
@@ -46,6 +47,39 @@ class TimePlan(NamedTuple):
     def step_s(self) -> float:
         return sum(self) - self.hidden_s
 
+    def interval(self, hardware: Hardware) -> "Interval":
+        """Return between what a step of this hardware probably takes.
+
+        Errors of what is computed go together, for they are mostly one rate's; those of transfers and of the host are
+        others'. A transfer that is thought to be hidden may be found not to be.
+        """
+        sent_s = self.communication_s + self.data_parallel_s
+        doubts = DOUBTS[bool(hardware.measured)]
+        computed_s = self.step_s - sent_s - self.launch_s
+        parts = zip((computed_s, sent_s + self.hidden_s, self.launch_s), doubts, strict=True)
+        width_s = sqrt(sum((seconds * doubt) ** 2 for seconds, doubt in parts))
+        return Interval(self.step_s**2 / (self.step_s + width_s), self.step_s + width_s)
+
+
+class Interval(NamedTuple):
+    """Seconds of a step: as likely shorter than the first as longer than the second."""
+
+    low_s: float
+    high_s: float
+
+
+class Doubts(NamedTuple):
+    """How far a predicted time may be off, as a share of it, by what it is of."""
+
+    computing: float
+    transfers: float
+    host: float
+
+
+# Without a probe: about nine of ten published speeds of systems whose host keeps up lie within
+# (benchmarks/published.py). With one: all ten steps of benchmarks/predicted.py on either network do.
+DOUBTS = {False: Doubts(0.12, 0.40, 0.50), True: Doubts(0.15, 0.20, 0.20)}
+
 
 def predict_time(job: Job, *, hardware: Hardware, ranks_per_node: int | None = None) -> TimePlan:
     """Predict what a step of this job takes on this hardware; see `TimeModel`."""
@@ -77,9 +111,9 @@ class TimeModel:
         reached = self._hardware.efficiencies
         if reached is None or not reached.heat:
             return cold
-        # What is computed again is work, too; in whole percents, so that many jobs share what is computed for them.
+        # What is computed again is work, too.
         utilization = mfu(job, cold.step_s, self._hardware) * (4 / 3 if job.recompute else 1)
-        return self._predict(job, utilization=round(utilization, 2))
+        return self._predict(job, utilization=round(utilization, 4))
 
     def _predict(self, job: Job, *, utilization: float) -> TimePlan:
         layer = self._layer_times(job, utilization)

@@ -40,10 +40,21 @@ at_least_two = partial(whole_number, least=2)
 
 def at_least_even(text: str) -> float:
     """Read the ratio of the largest share of some work to the mean, which is 1 where it is even."""
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    number = _number(text)
     if not 1 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{number} is no ratio of the most to the mean; the least is 1")
     return number
+
+
+def positive_number(text: str) -> float:
+    number = _number(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{number} is not above 0, or has no end")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None

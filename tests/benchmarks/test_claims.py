@@ -18,7 +18,7 @@ from claims.roofline import BACKWARD_TRANSFERS, FORWARD_TRANSFERS
 from claims.shadowing import Routing, draw_loads, shadowing_rows, share_surplus, zipf
 
 from modeling.cost import MATRICES
-from recipe.plan.hardware import SHEETS, find_hardware
+from recipe.plan.hardware import SHEETS, USUAL, find_hardware
 from recipe.plan.traffic import planned_traffic
 from recipe.shared.flops import count_parameters, model_flops_per_token
 from tests.traffic_jobs import small_job
@@ -43,8 +43,9 @@ def test_all_claims_are_there_in_order() -> None:
 def test_rates_are_those_of_the_planners_table_where_they_are_data_sheets_or_called_so() -> None:
     for name, row in zip((A100, H100), rows_of("rates"), strict=True):
         planned = find_hardware(name)
+        assert planned.efficiencies is not None
         assert row["planned_products"] == planned.efficiencies.product
-        assert row["planned_attention"] == planned.efficiencies.attention_forward
+        assert row["planned_attention"] == planned.efficiencies.attention[USUAL].forward
         assert planned.intra is not None
         assert row["planned_link"] == planned.intra.bytes_per_s
     assert SHEETS[A100].link_gbs * 1e9 == A100_LINK_BYTES_PER_S

@@ -104,8 +104,8 @@ def test_a_gpus_fused_norm_is_the_same(dtype: torch.dtype, monkeypatch: pytest.M
     x, grad = ((randn(6, 8, 14, seed=seed)[..., :7] * 3).to(dtype) for seed in (0, 1))
     for weight_dtype in {dtype, torch.float32}:
         weight = randn(7, seed=2).to(weight_dtype)
-        want = norm._normalise(x, weight, 1e-5)
-        gradients = norm._normalise_back(grad, x, weight, want[1])
+        want = norm._rms_norm(x, weight, 1e-5)
+        gradients = norm._rms_norm_back(grad, x, weight, want[1])
         with Decomposed():
             got = norm.fused_rms_norm(x, weight, 1e-5)
             fused = norm.fused_rms_norm_back(grad, x, weight, got[1])

@@ -48,7 +48,7 @@ def test_people_get_a_table_two_sentences_and_every_other_size(capsys: pytest.Ca
     text = capsys.readouterr().out
     for words in (
         *("6.92 B parameters, 1.28 B of them for a token", "8 x a100-80g, 8 per node", "why not tp=", "trains most"),
-        *("2.0 GiB set aside for what is no tensor", "data sheets and assumed efficiencies", "all_reduce"),
+        *("2.0 GiB set aside for what is no tensor", "data sheets, and what others published", "all_reduce"),
         *("16 sequences of 4096 = 65,536 tokens", "memory of a rank, the best plan", "numbers of a100-80g"),
         *("memory at the fullest moment", "data parallel"),
     ):

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from recipe.plan.compute_time import ATTENTION_BACKWARD_FLOPS, Rates
-from recipe.plan.hardware import ALIASES, FORMAT, SHEETS, find_hardware, hardware_as_json, known_names, read_hardware
+from recipe.plan.hardware import (
+    ALIASES,
+    FORMAT,
+    SHEETS,
+    find_hardware,
+    hardware_as_json,
+    known_names,
+    read_hardware,
+    with_network,
+)
 from recipe.shared.flops import table_peak
 from recipe.shared.json_files import write_json
 from tests.plan_hardware import flat_hardware
@@ -75,9 +84,9 @@ MEASURED = asdict(flat_hardware().measured["fp32"])
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("format", FORMAT - 1, r"has an older format \(0\) than this program's 1; measure again with"),
+        ("format", FORMAT - 1, r"has an older format \(1\) than this program's 2; measure again with"),
         ("format", GONE, r"has an older format \(None\)"),
-        ("format", FORMAT + 1, r"has a newer format \(2\)"),
+        ("format", FORMAT + 1, r"has a newer format \(3\)"),
         ("hardware/memory_bytes", GONE, r"cannot be used: hardware.memory_bytes: Field required; measure again"),
         ("hardware/measured/fp32/passes/copy", GONE, r"measured.fp32: 'copy' is missing in passes"),
         ("hardware/measured/fp32/passes/copy", [], r"passes.copy is \[\]: .* at least 1 item"),
@@ -134,15 +143,42 @@ def test_a_file_that_is_none_says_so(tmp_path: Path) -> None:
             find_hardware(str(tmp_path / f"{name}.json"))
 
 
+def h100_rates(**changes: Any) -> Rates:
+    return Rates(find_hardware("h100"), precision="bf16", **changes)
+
+
 def test_a_product_is_bound_by_operations_or_by_bytes() -> None:
-    hardware = find_hardware("h100")
-    rates, reached = Rates(hardware, precision="bf16"), hardware.efficiencies
-    large_s = rates.product_s("forward", rows=8192, width=4096, out=4096)
-    share = reached.product / (1 + reached.half_rows / 8192) / (1 + reached.half_width / 4096)
-    assert large_s == pytest.approx(2 * 8192 * 4096**2 / (989.4e12 * share))
+    reached = find_hardware("h100").efficiencies
+    assert reached is not None
+    rates = h100_rates()
+    # 33 x 64 tiles of 256 x 128 are 16 whole waves of 132 processors.
+    large_s = rates.product_s("forward", rows=256 * 33, width=4096, out=128 * 64)
+    share = reached.product * 4096 / (4096 + reached.half_depth)
+    assert large_s == pytest.approx(2 * 256 * 33 * 4096 * 128 * 64 / (989.4e12 * share))
     one_row_s = rates.product_s("forward", rows=1, width=4096, out=4096)
     assert one_row_s == pytest.approx(2 * (4096**2 + 2 * 4096) / (3352e9 * reached.memory))
     assert rates.product_s("forward", rows=8192, width=4096, out=0) == 0
+
+
+def test_a_gradient_of_weights_sums_over_rows() -> None:
+    """Its kernel's depth is the number of rows, and its results are the weights."""
+    shape = {"rows": 65536, "width": 4096, "out": 4096}
+    rates = h100_rates()
+    deep_s, wide_s = (rates.product_s(kind, **shape) for kind in ("weight_gradient", "forward"))
+    assert deep_s < wide_s
+    few = {"rows": 512, "width": 8192, "out": 8192}
+    assert rates.product_s("weight_gradient", **few) > rates.product_s("forward", **few)
+
+
+def test_products_slow_down_on_a_busy_device_and_share_a_wave_in_one_kernel() -> None:
+    shape = {"rows": 8192, "width": 4096, "out": 4096}
+    reached = find_hardware("h100").efficiencies
+    assert reached is not None
+    cold_s, warm_s = (h100_rates(utilization=u).product_s("forward", **shape) for u in (0.0, 0.5))
+    assert warm_s == pytest.approx((1 + reached.heat * 0.5) * cold_s)
+    one = {"rows": 256, "width": 2048, "out": 1536, "count": 16}
+    apart_s, together_s = (h100_rates().product_s("expert", **one, at_once=n) for n in (1, 16))
+    assert together_s < apart_s
 
 
 def test_few_rows_per_expert_and_short_sequences_are_slow() -> None:
@@ -152,8 +188,23 @@ def test_few_rows_per_expert_and_short_sequences_are_slow() -> None:
         return rows / rates.product_s("expert", rows=rows, width=2048, out=1536, count=8)
 
     assert rate(4096) > 1.5 * rate(64) > 2 * rate(16)
-    each = [rates.attention_s(tokens=1, num_heads=8, head_dim=128, length=n, backward=False) / n for n in (512, 8192)]
-    assert each[0] > 1.5 * each[1]
+
+    def attention_s(kernel: str, length: int) -> float:
+        shape = {"tokens": 1, "num_heads": 8, "head_dim": 128, "length": length, "backward": False}
+        return h100_rates().attention_s(kernel, **shape) / length
+
+    assert attention_s("varlen", 512) > 1.5 * attention_s("varlen", 8192)
+    assert attention_s("varlen", 8192) > 2 * attention_s("flash_attention_3", 8192)
+
+
+def test_a_network_can_be_stated() -> None:
+    slow = with_network(find_hardware("h100"), 100)
+    assert slow.inter is not None
+    assert slow.inter.bytes_per_s == 0.5 * 100e9 / 8
+    assert slow.sources["inter.bytes_per_s"] == "100 Gbit/s per device, as stated"
+    for hardware in (flat_hardware(), find_hardware("cpu")):
+        with pytest.raises(ValueError, match="has its own network; only that of a GPU by name can be stated"):
+            with_network(hardware, 100)
 
 
 def test_measured_rates_are_met_and_joined() -> None:
@@ -189,9 +240,9 @@ def test_passes_cost_a_call_below_and_are_in_proportion_above_what_was_measured(
 def test_attention_of_a_probe_counts_the_causal_half() -> None:
     rates = Rates(flat_hardware(rate=1e9), precision="fp32")
     shape: dict[str, Any] = {"tokens": 32, "num_heads": 4, "head_dim": 64, "length": 16}
-    forward_s = rates.attention_s(**shape, backward=False)
+    forward_s = rates.attention_s("sdpa", **shape, backward=False)
     assert forward_s == pytest.approx(2 * 32 * 16 * 4 * 64 / 1e9)
-    assert rates.attention_s(**shape, backward=True) == pytest.approx(ATTENTION_BACKWARD_FLOPS * forward_s / 1.25)
+    assert rates.attention_s("sdpa", **shape, backward=True) == pytest.approx(ATTENTION_BACKWARD_FLOPS * forward_s / 1.25)
 
 
 def test_a_precision_that_was_not_measured_is_refused() -> None:
