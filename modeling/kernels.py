@@ -395,9 +395,7 @@ def sum_logits(logits, column_c, out_3c, num_rows, num_real, stride_row, COLUMNS
 
 
 @triton.jit
-def logit_gradients(
-    logits, column_c, highest_c, factor_c, num_real, num_columns, stride_row, COLUMNS: tl.constexpr
-):
+def logit_gradients(logits, column_c, highest_c, factor_c, num_real, num_columns, stride_row, COLUMNS: tl.constexpr):
     """Replace a row of logits by exp(logit - highest) * factor, less 1 at its column; zeros after `num_real`."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride_row

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .comm import sum_gradients, sum_over_group, wide
-from .operators import NAMESPACE, define_operators
+from .operators import NAMESPACE, Operator, define_operators
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -47,7 +47,7 @@ def _define_operators() -> bool:
 
 @cache
 def _define_once() -> bool:
-    operators = [
+    operators: list[Operator] = [
         (_rms_norm, lambda x, _, __: (x.new_empty(x.shape), _one_per_row(x)), ()),
         (_rms_norm_back, lambda _, x, weight, __: (x.new_empty(x.shape), torch.empty_like(weight)), ()),
     ]

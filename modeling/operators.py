@@ -1,4 +1,4 @@
-"""Operators of torch's that are one kernel of ours on a GPU and a few lines of torch on a CPU, and how they are defined.
+"""Operators of torch's that are one kernel on a GPU and a few lines of torch on a CPU, and how they are defined.
 
 As an operator each is one thing to torch.compile and to fake tensors. They are defined when first used; a CPU needs no
 Triton. Here are the turn by rotary angles, the two halves of the loss of some logits, between which ranks that share a
@@ -34,8 +34,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
 def logit_sums(logits_cv: Tensor, column_c: Tensor, *, num_real: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row's first `num_real` logits the largest, the sum of exponentials over it, and the one at `column_c`.
 
-    logits [c, v], column [c] int64 (-1: none, for which 0 is returned) -> three of [c], float32 at least. Where there is
-    no logit the largest is -inf and the sum 0.
+    logits [c, v], column [c] int64 (-1: none, for which 0 is returned) -> three of [c], float32 at least. Where there
+    is no logit the largest is -inf and the sum 0.
     """
     return _operators().logit_sums(logits_cv, column_c, num_real)
 
@@ -86,13 +86,14 @@ def next_power_of_2(number: int) -> int:
 
 
 def _operators() -> Any:
-    _define()
+    define_own()
     return getattr(torch.ops, NAMESPACE)
 
 
 # torch.compile calls it while it traces and keeps the answer: it cannot look into what defines an operator.
 @torch.compiler.assume_constant_result
-def _define() -> bool:
+def define_own() -> bool:
+    """Define the operators of this file, once."""
     return _define_once()
 
 
@@ -166,9 +167,7 @@ def _logit_sums(logits_cv: Tensor, column_c: Tensor, num_real: int) -> tuple[Ten
     return highest_c, sum_c, found_c
 
 
-def _logit_gradients_(
-    logits_cv: Tensor, column_c: Tensor, highest_c: Tensor, factor_c: Tensor, num_real: int
-) -> None:
+def _logit_gradients_(logits_cv: Tensor, column_c: Tensor, highest_c: Tensor, factor_c: Tensor, num_real: int) -> None:
     if not by_kernel(logits_cv):
         grad_cv = wide(logits_cv)
         grad_cv[:, num_real:] = -torch.inf

@@ -15,7 +15,7 @@ from .comm import all_gather_rows, scope, wide
 from .config import GatherMoeConfig
 from .mesh import ParallelMesh
 from .noise import jitter
-from .operators import wide_linear, wide_linear_back
+from .operators import define_own, wide_linear, wide_linear_back
 
 SMALLEST_SUM = 1e-20  # of weights that are scaled to sum to 1; far below what a softmax can give
 
@@ -73,6 +73,7 @@ class GatherMoeRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if config.router_bias else None
         self.register_buffer("e_score_correction_bias", bias_E)
+        define_own()  # a counter of FLOPs knows only what there was when it was made
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What `to`, `bfloat16` and the like do. The bias stays in float32: its steps are lost in bfloat16."""

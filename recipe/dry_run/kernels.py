@@ -1,9 +1,9 @@
 """What a micro-batch asks of a device, operator by operator: launches, bytes through memory, FLOPs, waits of the host.
 
 Every operator of torch's dispatcher is a launch that reads its inputs and writes its results once, but views, which are
-free, and collectives, which the ledger books. Of our own that work on experts' rows (modeling/rows.py) only rows that are there count: as many as
-a perfectly even routing brings. Tensors are fake ones of a CPU: operators that CUDA fuses and a CPU does not are
-counted as the CPU's.
+free, and collectives, which the ledger books. Of experts' rows (modeling/rows.py) only those that are there count: as
+many as a perfectly even routing brings. Tensors are fake ones of a CPU: operators that CUDA fuses and a CPU does not
+are counted as the CPU's.
 """
 
 import math
@@ -339,7 +339,9 @@ def _wide_linear_back(args: Any) -> Work:
     """In bfloat16 the gradient in parts: six passes, a look, two products of three times the depth, and a sum."""
     grad, x, weight = args
     if x.element_size() == 4:
-        return Work(2, 2 * grad.nbytes + x.nbytes + weight.nbytes, x.nbytes + weight.nbytes, 4.0 * x.numel() * len(weight))
+        return Work(
+            2, 2 * grad.nbytes + x.nbytes + weight.nbytes, x.nbytes + weight.nbytes, 4.0 * x.numel() * len(weight)
+        )
     parts_bytes, weights_bytes = 6 * grad.numel(), 3 * weight.nbytes
     read = 5 * grad.nbytes + 2 * parts_bytes + 2 * parts_bytes + x.nbytes + weight.nbytes + weights_bytes
     written = 2 * grad.nbytes + 2 * parts_bytes + x.nbytes + 4 * weights_bytes + weight.nbytes

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
 from math import ceil, exp, log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from modeling.cost import MATRICES
 from modeling.execution import VARLEN
@@ -225,7 +225,7 @@ def attention_times(job: Job, rates: Rates) -> Both:
     length = job.attention_length or job.block_size
 
     def core(backward: bool) -> float:
-        shape = {"tokens": tokens, "num_heads": heads, "head_dim": head, "length": length}
+        shape: dict[str, Any] = {"tokens": tokens, "num_heads": heads, "head_dim": head, "length": length}
         return rates.attention_s(job.attention, **shape, backward=backward)
 
     turned, projected = tokens * (query + key_value), tokens * (query + 2 * key_value)

@@ -274,7 +274,18 @@ SHEETS: Mapping[str, Sheet] = {
     "h200": Sheet("NVIDIA H200", 143771, 4800, *_HOPPER),
     # Of a board with eight (HGX); in a GB200 it is a faster one.
     "b200": Sheet(
-        *("NVIDIA B200", 183359, 7700, 75, "NVLink 5", 900, (0.54, 0.97, 0.84), _AS_HOPPER, "400 Gbit/s InfiniBand", 50),
+        *(
+            "NVIDIA B200",
+            183359,
+            7700,
+            75,
+            "NVLink 5",
+            900,
+            (0.54, 0.97, 0.84),
+            _AS_HOPPER,
+            "400 Gbit/s InfiniBand",
+            50,
+        ),
         *((1.04, 0.68), _AS_HOPPER, 148),
         *({USUAL: AttentionShare(0.20, 0.16), "flash_attention_4": AttentionShare(0.60, 0.45)}, ASSUMED, (10, 0)),
     ),
@@ -404,7 +415,7 @@ BUSY = 0.4
 
 
 def _network(gbs: float) -> Link:
-    """Return a network of so many GB/s per device: half of it is what gathers and scatters reach, sums in trees more."""
+    """Return a network of so many GB/s per device: gathers and scatters reach half of it, sums in trees more."""
     return _link(gbs, (0.5, 0.85, 0.75), alpha_s=20e-6, call_s=0.3e-3)
 
 

@@ -218,9 +218,9 @@ class Job:
     def micro_batch_key(self) -> tuple[Any, ...]:
         """What one micro-batch's memory and computing depend on, besides recomputation; ZeRO is no part of it."""
         limits = tuple(self.model.get(name) for name in ("clip_qkv", "capacity_factor", "router_jitter_noise"))
-        run = (self.execution, self.group_strategy, self.precision, self.device)
-        run += (self.attention, self.attention_length, self.rho)
-        return self.sizes, self.layout, self.num_sequences, self.block_size, run, limits
+        run = (self.execution, self.group_strategy, self.precision, self.device, self.rho)
+        attention = (self.attention, self.attention_length)
+        return self.sizes, self.layout, self.num_sequences, self.block_size, run, attention, limits
 
     @property
     def is_packed(self) -> bool:

@@ -149,8 +149,8 @@ def _asked(found: Found, *, notes: Sequence[str]) -> Iterator[str]:
         yield f"skew     the busiest rank has {request.skew:g} times the mean rows where ranks hold whole experts"
     if found.plans and (package := FAST_ATTENTION.get(kernel := found.plans[0].job.attention)):
         yield (
-            f"kernel   {kernel}, which a run takes by itself where {package.package} is installed; without it plan with "
-            "--attn_implementation varlen"
+            f"kernel   {kernel}, which a run takes by itself where {package.package} is installed; without it plan "
+            "with --attn_implementation varlen"
         )
     for note in notes:
         yield f"note     {note}"

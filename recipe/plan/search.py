@@ -37,8 +37,8 @@ from recipe.shared.units import GIB, size
 # What no tensor is in, of each rank. CPU: Python with torch, DeepSpeed and transformers loaded is 0.43 GiB.
 RESERVE_BYTES = {"cuda": 2 * GIB, "cpu": GIB // 2}
 ZERO_STAGES = (0, 1, 2, 3)
-# Of gradients that are summed at once. A tenth of DeepSpeed's own takes a tenth of its memory, 0.2 GB in float32, and is
-# ready sooner to travel beside the backward; where the whole fits, its fewer calls may be faster.
+# Of gradients that are summed at once. A tenth of DeepSpeed's own takes a tenth of its memory, 0.2 GB in float32, and
+# is ready sooner to travel beside the backward; where the whole fits, its fewer calls may be faster.
 MOST_AT_ONCE = USUAL_BUCKET // 10
 
 

@@ -54,11 +54,9 @@ class TimePlan(NamedTuple):
         others'. A transfer that is thought to be hidden may be found not to be.
         """
         sent_s = self.communication_s + self.data_parallel_s
-        doubts = DOUBTS[bool(hardware.measured)]
         computed_s = self.step_s - sent_s - self.launch_s
-        parts = zip((computed_s, sent_s + self.hidden_s, self.launch_s), doubts, strict=True)
-        width_s = sqrt(sum((seconds * doubt) ** 2 for seconds, doubt in parts))
-        return Interval(self.step_s**2 / (self.step_s + width_s), self.step_s + width_s)
+        doubts = DOUBTS[bool(hardware.measured)]
+        return doubts.interval(self.step_s, (computed_s, sent_s + self.hidden_s, self.launch_s))
 
 
 class Interval(NamedTuple):
@@ -75,10 +73,15 @@ class Doubts(NamedTuple):
     transfers: float
     host: float
 
+    def interval(self, step_s: float, parts_s: tuple[float, float, float]) -> Interval:
+        """Return between what a step lies that has so many seconds of each, which may be off independently."""
+        width_s = sqrt(sum((seconds * doubt) ** 2 for seconds, doubt in zip(parts_s, self, strict=True)))
+        return Interval(step_s**2 / (step_s + width_s), step_s + width_s)
+
 
 # Without a probe: about nine of ten published speeds of systems whose host keeps up lie within
 # (benchmarks/published.py). With one: all ten steps of benchmarks/predicted.py on either network do.
-DOUBTS = {False: Doubts(0.12, 0.40, 0.50), True: Doubts(0.15, 0.20, 0.20)}
+DOUBTS = {False: Doubts(0.15, 0.50, 0.50), True: Doubts(0.15, 0.20, 0.20)}
 
 
 def predict_time(job: Job, *, hardware: Hardware, ranks_per_node: int | None = None) -> TimePlan:

@@ -242,7 +242,9 @@ def test_attention_of_a_probe_counts_the_causal_half() -> None:
     shape: dict[str, Any] = {"tokens": 32, "num_heads": 4, "head_dim": 64, "length": 16}
     forward_s = rates.attention_s("sdpa", **shape, backward=False)
     assert forward_s == pytest.approx(2 * 32 * 16 * 4 * 64 / 1e9)
-    assert rates.attention_s("sdpa", **shape, backward=True) == pytest.approx(ATTENTION_BACKWARD_FLOPS * forward_s / 1.25)
+    assert rates.attention_s("sdpa", **shape, backward=True) == pytest.approx(
+        ATTENTION_BACKWARD_FLOPS * forward_s / 1.25
+    )
 
 
 def test_a_precision_that_was_not_measured_is_refused() -> None:

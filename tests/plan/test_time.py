@@ -269,7 +269,11 @@ def test_an_interval_is_wider_where_transfers_and_the_host_are_waited_for() -> N
     h100 = find_hardware("h100")
     fields = dict.fromkeys(TimePlan._fields, 0.0)
     widths = []
-    for kinds in ({"attention_s": 3.0, "experts_s": 1.0}, {"attention_s": 2.0, "communication_s": 2.0}, {"launch_s": 4.0}):
+    for kinds in (
+        {"attention_s": 3.0, "experts_s": 1.0},
+        {"attention_s": 2.0, "communication_s": 2.0},
+        {"launch_s": 4.0},
+    ):
         found = TimePlan(**{**fields, **kinds})
         low_s, high_s = found.interval(h100)
         assert low_s < found.step_s == 4.0 < high_s
