@@ -37,8 +37,7 @@ from modeling.comm import (
     start_scatter,
     sum_gradients,
 )
-from modeling.linear import gather_linear, linear_scatter
-from modeling.norm import rms_norm, split_rms_norms
+from modeling.layers import gather_linear, linear_scatter, rms_norm, split_rms_norms
 
 EPS = 1e-5
 NUM_CHUNKS = 4  # what cost.py chooses for these sizes at 1 Gbit/s

@@ -10,7 +10,7 @@ from gpu_cases import Bench, Case, Row, difference, draw_batch, group_of, make_m
 from torch import Tensor
 
 from modeling.attention import find_documents, varlen_attention
-from modeling.norm import rms_norm
+from modeling.layers import rms_norm
 from modeling.rows import combine, permute, sort_rows, swiglu, swiglu_back
 from recipe.dry_run.kernels import KernelCount
 

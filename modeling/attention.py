@@ -16,9 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .comm import cut_in_chunks, sum_gradients
 from .config import GatherMoeConfig
 from .execution import BY_MASK, PER_DOCUMENT, VARLEN, Execution
-from .linear import Linear, gather_linear, linear_scatter, plain_weight
+from .layers import Linear, RmsNorm, SplitNorm, gather_linear, linear_scatter, plain_weight, split_rms_norms
 from .mesh import ParallelMesh
-from .norm import RmsNorm, SplitNorm, split_rms_norms
 from .operators import turn
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]

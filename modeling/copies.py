@@ -26,7 +26,7 @@ from .comm import RowSplits, all_to_all_rows, scope, wide
 from .config import GatherMoeConfig
 from .execution import Execution, check_copies, resident_faults
 from .experts import GatherMoeExperts
-from .linear import autocast_inputs
+from .layers import autocast_inputs
 from .mesh import ParallelMesh
 
 SWEEPS = 2

@@ -11,11 +11,10 @@ from .attention import AttentionInputs, GatherMoeAttention
 from .comm import sum_gradients
 from .config import GatherMoeConfig
 from .execution import Execution
-from .linear import plain_weight
+from .layers import RmsNorm, plain_weight
 from .mesh import ParallelMesh
 from .moe import GatherMoeMlp, GatherMoeSparseBlock
 from .noise import NoiseOrigin, token_counters
-from .norm import RmsNorm
 from .router import GatherMoeRouter, router_statistics
 
 

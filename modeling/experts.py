@@ -33,7 +33,7 @@ from .cost import MATRICES
 from .execution import Execution
 from .experts_grouped import GroupedExperts, grouped_backend
 from .experts_loop import LoopExperts
-from .linear import autocast_inputs
+from .layers import autocast_inputs
 from .mesh import ParallelMesh
 
 

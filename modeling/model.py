@@ -43,10 +43,10 @@ from .copies import ExpertsWithCopies
 from .decoder import GatherMoeDecoderLayer, tokens_of_layers, with_noise
 from .execution import BY_MASK, Execution
 from .experts import GatherMoeExperts
+from .layers import RmsNorm, SplitNorm
 from .layout import LayoutRequest, check_layout
 from .mesh import ParallelMesh, one_rank_mesh
 from .noise import NoiseOrigin
-from .norm import RmsNorm, SplitNorm
 from .router import GatherMoeRouter, RouterStatistics
 from .vocabulary import IGNORED, VocabularyEmbedding, VocabularyHead, losses_of_logits, shifted
 

@@ -22,7 +22,7 @@ from .copies import ExpertsWithCopies
 from .cost import MoeTraffic, choose_strategy
 from .execution import Execution
 from .experts import GatherMoeExperts
-from .linear import Linear, autocast_inputs, check_plain, gather_linear, linear_scatter, plain_weight
+from .layers import Linear, autocast_inputs, check_plain, gather_linear, linear_scatter, plain_weight
 from .mesh import ParallelMesh
 from .router import GatherMoeRouter, Routing
 

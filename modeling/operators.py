@@ -1,8 +1,9 @@
 """Operators of torch's that are one kernel on a GPU and a few lines of torch on a CPU, and how they are defined.
 
 As an operator each is one thing to torch.compile and to fake tensors. They are defined when first used; a CPU needs no
-Triton. Here are the turn by rotary angles, the two halves of the loss of some logits, between which ranks that share a
-vocabulary talk to each other, and the router's product in float32. rows.py has those of experts' rows.
+Triton. Here are the RMS norm (torch's own kernels on a GPU), the turn by rotary angles, the two halves of the loss of
+some logits, between which ranks that share a vocabulary talk to each other, and the router's product in float32.
+rows.py has those of experts' rows.
 """
 
 import importlib.util
@@ -21,6 +22,19 @@ from .comm import wide
 # A checkpoint may bring another version of this code along, whose operators must not replace these.
 NAMESPACE = re.sub(r"[^0-9A-Za-z_]", lambda found: f"_{ord(found[0]):x}_", __name__)  # torch takes ASCII alone
 COLUMNS = 4096  # of a row of logits that a program works on at a time
+
+
+def normalise(x: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """x [..., C] over its root mean square, times weight [C]; and what each row was multiplied by, [..., 1].
+
+    The first is rounded once from float32, or what is wider, to x's type; the second stays in that.
+    """
+    return _operators().rms_norm(x, weight, eps)
+
+
+def normalise_back(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and the weight, each in its type."""
+    return _operators().rms_norm_back(grad, x, weight, scale)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
@@ -100,6 +114,8 @@ def define_own() -> bool:
 @cache
 def _define_once() -> bool:
     operators: list[Operator] = [
+        (_rms_norm, lambda x, _, __: (x.new_empty(x.shape), _one_per_row(x)), ()),
+        (_rms_norm_back, lambda _, x, weight, __: (x.new_empty(x.shape), torch.empty_like(weight)), ()),
         (_turn, lambda x, *_: torch.empty_like(x), ()),
         (_logit_sums, lambda logits_cv, *_: tuple(wide(logits_cv[:, :0]).new_empty(3, len(logits_cv)).unbind()), ()),
         (_logit_gradients_, lambda *_: None, ("logits_cv",)),
@@ -112,6 +128,40 @@ def _define_once() -> bool:
     register_flop_formula(ours.wide_linear)(lambda x, weight, **_: 2 * x[0] * x[1] * weight[0])
     register_flop_formula(ours.wide_linear_back)(lambda _, x, weight, **__: 4 * x[0] * x[1] * weight[0])
     return True
+
+
+def _one_per_row(x: Tensor) -> Tensor:
+    return wide(x[..., :0]).new_empty(*x.shape[:-1], 1)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if x.is_cuda:
+        return fused_rms_norm(x, weight, eps)
+    x_wide = wide(x)
+    scale = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (x_wide * scale).mul_(wide(weight)).to(x.dtype).contiguous(), scale
+
+
+def _rms_norm_back(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    if x.is_cuda:
+        return fused_rms_norm_back(grad, x, weight, scale)
+    grad_wide, unit = wide(grad), wide(x) * scale
+    grad_weight = (grad_wide * unit).flatten(0, -2).sum(0).to(weight.dtype)
+    grad_unit = grad_wide * wide(weight)
+    along = (grad_unit * unit).mean(-1, keepdim=True)
+    return grad_unit.sub_(unit.mul_(along)).mul_(scale).to(x.dtype).contiguous(), grad_weight
+
+
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """torch's kernel, and the number per row that its backward needs; the weight in x's type, as it asks for."""
+    return torch.ops.aten._fused_rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def fused_rms_norm_back(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
+        grad, x, weight.shape, scale, weight.to(x.dtype), [True, True]
+    )
+    return grad_x, grad_weight.to(weight.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

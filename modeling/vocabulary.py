@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from .comm import Chunks, GatherInChunks, ScatterInChunks, scope, wide
 from .cost import HEAD_CHUNK_BYTES, head_rows
-from .linear import autocast_inputs, linear
+from .layers import autocast_inputs, linear
 from .mesh import ParallelMesh
 from .operators import logit_gradients_, logit_sums
 

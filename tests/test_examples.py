@@ -47,7 +47,7 @@ def test_the_slurm_script_starts_what_its_files_describe(monkeypatch: pytest.Mon
     for name, value in world.items():
         monkeypatch.setenv(name, str(value))
     layout = run_pretrain.read_request(started.argv).settings.layout
-    assert (layout.dp, layout.tp, layout.ep) == (2, 8, 8)
+    assert (layout.dp, layout.tp, layout.ep) == (16, 1, 1)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,10 @@ MODEL = """
 __init__ kernels noise spec
 layout
 cost execution mesh shard_table
-comm config rows
-experts_grouped experts_loop linear norm router
+comm config
+operators
+rows
+experts_grouped experts_loop layers router
 attention experts vocabulary
 copies
 auxiliary moe

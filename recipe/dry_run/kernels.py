@@ -23,8 +23,8 @@ from modeling.attention import GatherMoeAttention
 from modeling.comm import current_scope
 from modeling.decoder import GatherMoeDecoderLayer
 from modeling.experts import GatherMoeExperts
+from modeling.layers import RmsNorm, SplitNorm
 from modeling.moe import GatherMoeMlp
-from modeling.norm import RmsNorm, SplitNorm
 from modeling.operators import NAMESPACE
 from modeling.router import GatherMoeRouter
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modeling.attention import RotaryTables, rotate
 from modeling.comm import Chunks, wide
-from modeling.norm import rms_norm
+from modeling.layers import rms_norm
 from modeling.router import route, router_statistics
 from modeling.rows import Rows, combine, swiglu, swiglu_back
 from modeling.vocabulary import Vocabulary, vocab_parallel_losses

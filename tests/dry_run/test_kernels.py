@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from modeling.decoder import GatherMoeDecoderLayer
-from modeling.norm import RmsNorm
+from modeling.layers import RmsNorm
 from recipe.dry_run.dry_run import count_kernels
 from recipe.dry_run.fake_world import fake_world
 from recipe.dry_run.kernels import KernelCount, KernelReport

@@ -36,8 +36,8 @@ from modeling.comm import (
 )
 from modeling.cost import LINKS, MAX_CHUNKS, choose_num_chunks
 from modeling.execution import Execution
+from modeling.layers import gather_linear, linear_scatter
 from modeling.layout import ParallelLayout
-from modeling.linear import gather_linear, linear_scatter
 from modeling.mesh import build_mesh
 from modeling.moe import GatherMoeSparseBlock
 from modeling.router import Routing

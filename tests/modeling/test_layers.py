@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modeling import norm
+from modeling import operators
+from modeling.layers import Linear, linear, rms_norm
 from modeling.layout import ParallelLayout
-from modeling.linear import Linear, linear
 from modeling.mesh import build_mesh, one_rank_mesh
-from modeling.norm import rms_norm
 from modeling.vocabulary import VocabularyEmbedding, VocabularyHead
 from tests.engine_runs import mesh_without_groups
 from tests.ranks import run_ranks
@@ -79,13 +78,13 @@ def test_a_copy_of_the_code_in_a_folder_of_any_name_has_operators_of_its_own(
 ) -> None:
     """torch takes ASCII alone; two folders must not share a name either."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    namespaces = {norm.NAMESPACE}
+    namespaces = {operators.NAMESPACE}
     for folder in ("模型", "数据"):
-        shutil.copytree(Path(norm.__file__).parent, tmp_path / folder)
-        copy = importlib.import_module(f"{folder}.norm")
+        shutil.copytree(Path(operators.__file__).parent, tmp_path / folder)
+        copy = importlib.import_module(f"{folder}.layers")
         x, weight = torch.randn(2, 8), torch.ones(8)
         assert torch.equal(copy.rms_norm(x, weight, eps=1e-5), rms_norm(x, weight, eps=1e-5))
-        namespaces.add(copy.NAMESPACE)
+        namespaces.add(importlib.import_module(f"{folder}.operators").NAMESPACE)
     assert len(namespaces) == 3
 
 
@@ -104,11 +103,11 @@ def test_a_gpus_fused_norm_is_the_same(dtype: torch.dtype, monkeypatch: pytest.M
     x, grad = ((randn(6, 8, 14, seed=seed)[..., :7] * 3).to(dtype) for seed in (0, 1))
     for weight_dtype in {dtype, torch.float32}:
         weight = randn(7, seed=2).to(weight_dtype)
-        want = norm._rms_norm(x, weight, 1e-5)
-        gradients = norm._rms_norm_back(grad, x, weight, want[1])
+        want = operators._rms_norm(x, weight, 1e-5)
+        gradients = operators._rms_norm_back(grad, x, weight, want[1])
         with Decomposed():
-            got = norm.fused_rms_norm(x, weight, 1e-5)
-            fused = norm.fused_rms_norm_back(grad, x, weight, got[1])
+            got = operators.fused_rms_norm(x, weight, 1e-5)
+            fused = operators.fused_rms_norm_back(grad, x, weight, got[1])
         for ours, theirs in zip((*want, *gradients), (*got, *fused), strict=True):
             assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
             torch.testing.assert_close(ours, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)

@@ -12,7 +12,7 @@ import torch
 from modeling.attention import BY_MASK, PER_DOCUMENT, VARLEN
 from modeling.execution import Execution
 from modeling.experts_grouped import grouped_backend
-from recipe.settings.parallel import ATTENTION_BY_HOST
+from recipe.settings.parallel import ATTENTION_BY_HOST, FAST_ATTENTION
 from recipe.settings.resolve import ResolvedConfig, WorldInfo
 from tests.resolving import TINY, faults_of, resolve
 
@@ -187,6 +187,14 @@ def gpu(capability: tuple[int, int] | None = HOPPER, *, num_ranks: int = 4) -> W
     return WorldInfo(world_size=num_ranks, local_world_size=num_ranks, device="cuda", compute_capability=capability)
 
 
+def with_kernels(capability: tuple[int, int]) -> WorldInfo:
+    """A GPU of a machine on which every package for attention is installed."""
+    return replace(gpu(capability), attention_kernels=tuple(FAST_ATTENTION))
+
+
+FASTER = "about twice as fast on this GPU: flash_attention_3, if flash-attn-3 were installed"
+
+
 def notes_of(settings: ResolvedConfig) -> list[str]:
     return [note for note in settings.notes if "cuda_graph" in note]
 
@@ -322,18 +330,21 @@ def test_graphs_where_nothing_waits_for_the_host(parallel: dict[str, Any], optio
 @pytest.mark.parametrize(
     ("taken", "reason", "options"),
     [
-        ("varlen", "all documents in one call", {"world": gpu()}),
+        ("varlen", f"all documents in one call; {FASTER}", {"world": gpu()}),
         ("varlen", "all documents in one call", {"world": gpu(AMPERE)}),
+        ("flash_attention_3", "all documents in one call", {"world": with_kernels(HOPPER)}),
+        ("flash_attention_4", "all documents in one call", {"world": with_kernels((10, 0))}),
+        ("varlen", "all documents in one call", {"world": with_kernels(AMPERE)}),
         ("sdpa", "its kernels are for GPUs", {}),
         ("sdpa", "its kernels need compute capability 8.0", {"world": gpu((7, 5))}),
         ("sdpa", "it knows no dropout, and attention_dropout=0.1", {"world": gpu(num_ranks=1), "dropout": 0.1}),
     ],
 )
-def test_attention_is_torchs_varlen_where_a_gpu_has_it(taken: str, reason: str, options: dict[str, Any]) -> None:
+def test_attention_is_the_fastest_that_a_gpu_has(taken: str, reason: str, options: dict[str, Any]) -> None:
     got = resolve(None, "--bf16", RECOMPUTED, **options)
     assert got.attention == taken
     assert f"--attn_implementation auto became {taken}: {reason}" in got.notes
-    assert got.execution.cuda_graph is (taken == "varlen")
+    assert got.execution.cuda_graph is (taken != "sdpa")
     if taken == "sdpa":
         message = f'--attn_implementation varlen cannot be used: {reason}; use "auto" or "sdpa"'
         assert message in faults_of(None, "--bf16", "--attn_implementation=varlen", **options)

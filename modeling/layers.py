@@ -1,8 +1,8 @@
-"""Matrix products with weights, on one process or around transfers: gather and multiply; multiply, sum and scatter.
+"""What blocks are made of: products with weights, on one process or around transfers, and RMS norms.
 
-Every backward looks its weight up again, so that ZeRO-3 may drop the gathered copy in between. In chunks, forward and
-backward, a chunk's product runs while the next chunk travels, and weight gradients run while the last gradients travel
-home (sequence parallelism, 2205.05198, §4.2.2, with the overlap of MegaScale, 2402.15627, §3.2).
+Every product's backward looks its weight up again, so that ZeRO-3 may drop the gathered copy in between. In chunks,
+forward and backward, a chunk's product runs while the next chunk travels, and weight gradients run while the last
+gradients travel home (sequence parallelism, 2205.05198, §4.2.2, with the overlap of MegaScale, 2402.15627, §3.2).
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from .comm import Chunks, GatherInChunks, ScatterInChunks, scope, tokens_again, tokens_to_keep
+from .comm import (
+    Chunks,
+    GatherInChunks,
+    ScatterInChunks,
+    scope,
+    sum_gradients,
+    sum_over_group,
+    tokens_again,
+    tokens_to_keep,
+    wide,
+)
+from .operators import normalise, normalise_back
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -154,3 +166,77 @@ class _LinearScatter(torch.autograd.Function):
         if weight_needs_gradient:
             grad_weight = gather.all().t() @ chunks.to_chunk_order(y_TI)
         return None, chunks.to_token_order(grad_y_TI), grad_weight
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """x [..., C] scaled to unit root mean square and by weight [C] (Zhang and Sennrich, 1910.07467), in x's type.
+
+    Computed in float32 at least. Keeps x and one number per row for the backward, where autograd would keep two wide
+    copies of x.
+    """
+    return _RmsNorm.apply(x, weight, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, scale = normalise(x, weight, eps=eps)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_x, grad_weight = normalise_back(grad, *ctx.saved_tensors)
+        return grad_x, grad_weight, None
+
+
+class RmsNorm(nn.Module):
+    """A norm whose weight every rank of the group holds; under a group its gradient is summed in `forward`.
+
+    Inside a decoder block the block sums all such gradients at once and passes the weight in.
+    """
+
+    def __init__(self, width: int, *, eps: float, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+        self.group = group
+
+    def forward(self, x: Tensor, *, weight: Tensor | None = None) -> Tensor:
+        if weight is None:
+            [weight] = sum_gradients([self.weight], self.group)
+        return rms_norm(x, weight, eps=self.eps)
+
+
+class SplitNorm(nn.Module):
+    """The weight of a norm over a row whose channels are split over the group; `split_rms_norms` applies it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+
+def split_rms_norms(
+    rows: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    *,
+    full_widths: tuple[int, int],
+    shares: tuple[float, float],
+    eps: float,
+    group: ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise two rows (q and k) over their full width, of which each rank holds a part, with one small all-reduce.
+
+    rows    q [..., hK] and k [..., gK], this rank's channels
+    shares  what a rank's sum of squares counts for: 1, or 1 / replicas where several ranks hold the same channels
+
+    Only one number per token and row travels, the sum of squares in float32 at least, instead of the rows themselves.
+    """
+    wide_rows = [wide(row) for row in rows]
+    squares = [row.pow(2).sum(-1) * share for row, share in zip(wide_rows, shares, strict=True)]
+    totals = sum_over_group(torch.stack(squares), group)
+    outs = []
+    for row, weight, total, width in zip(wide_rows, weights, totals, full_widths, strict=True):
+        outs.append(row * torch.rsqrt(total / width + eps).unsqueeze(-1) * wide(weight))
+    return outs[0].to(rows[0].dtype), outs[1].to(rows[1].dtype)
