@@ -86,6 +86,7 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     from modeling.mesh import build_mesh
     from recipe.checkpoint.find import find_checkpoint
     from recipe.checkpoint.run_folder import claim_run_folder
+    from recipe.engine.graphs import remove_graphs
     from recipe.shared.json_files import write_json
     from recipe.shared.ranks import TorchRanks
     from recipe.train.disk_room import check_disk_room
@@ -104,6 +105,7 @@ def prepare(request: "Request", stack: ExitStack, say: Say) -> "TrainingLoop":
     checkpoint = find_checkpoint(folder.checkpoints, resume=resume, ranks=ranks, say=say)
     run = prepare_run(request, mesh=mesh, ranks=ranks, folder=folder, say=say)
     engine = prepare_engine(run)
+    stack.callback(remove_graphs, engine.model)
     size = check_disk_room(run, engine, checkpoint=checkpoint)
     folder.discard_old_run(ranks=ranks, say=say)  # not before the new one is known to start
     if ranks.rank == 0:

@@ -6,6 +6,7 @@ keeps of any function, the inputs; the backward's graph computes the block again
 routing is deterministic. Collectives are inside; hooks, accumulation and the optimizer are outside.
 """
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from inspect import unwrap
@@ -279,3 +280,15 @@ def install_graphs(model: GatherMoeForCausalLM, *, capture: Capture) -> None:
     buffers = Buffers()
     for block in model.model.layers:
         block.forward = GraphedBlock(block, capture=capture, buffers=buffers)  # type: ignore[method-assign, assignment]
+
+
+def remove_graphs(model: GatherMoeForCausalLM) -> None:
+    """Give blocks that have graphs their own forward back, and free the graphs.
+
+    To be done before the process group ends: NCCL waits in vain for a communicator that a graph still holds.
+    """
+    graphed = [block for block in model.model.layers if isinstance(block.forward, GraphedBlock)]
+    for block in graphed:
+        del block.forward
+    if graphed:
+        gc.collect()  # what was captured and the block that it works for hold each other

@@ -20,6 +20,7 @@ from modeling.mesh import build_mesh
 from recipe.data.batches import MicroBatch
 from recipe.dry_run.live_memory import LiveMemory
 from recipe.engine.engine import Engine
+from recipe.engine.graphs import remove_graphs
 from recipe.launch.start import check_world_size, read_world, start_ranks, stop_ranks
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
@@ -50,8 +51,11 @@ def measure(request: Request, *, num_steps: int) -> Measured:
     mesh = build_mesh(settings.layout, num_key_value_heads=sizes_of(request.model).num_key_value_heads)
     model = fresh_model(config, mesh, seed=arguments.seed, settings=settings, device=request.world.device)
     engine = start_engine(model, arguments=arguments, settings=settings, device=request.world.device)
-    steps_s = [_timed_step(engine, request) for _ in range(WARM_UP_STEPS + num_steps)]
-    return Measured(statistics.median(steps_s[WARM_UP_STEPS:]), _peak_bytes(engine, request))
+    try:
+        steps_s = [_timed_step(engine, request) for _ in range(WARM_UP_STEPS + num_steps)]
+        return Measured(statistics.median(steps_s[WARM_UP_STEPS:]), _peak_bytes(engine, request))
+    finally:
+        remove_graphs(engine.model)
 
 
 def _timed_step(engine: Engine, request: Request) -> float:

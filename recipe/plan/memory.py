@@ -178,6 +178,7 @@ def _model_parts(job: Job, s: Letters) -> dict[str, Part]:
         "dense working": _part(memory_lines.dense_working(s), basis=MEASURED),
         "head working": _part(memory_lines.head_working(s), basis=MEASURED),
         "copies": _part(_copies(job, s), basis=READ),
+        "graphs": _part(_graphs(job, s), basis=READ),
     }
 
 
@@ -190,7 +191,15 @@ class _Step:
         self._dense_layers = job.sizes.dense_layers
         # Buckets beside the backward were not in the steps that were measured.
         self._basis = READ if job.zero.get("overlap_comm") else MEASURED
-        self._lasting = [_part(self.zero.lasting(), basis=self._basis), parts["copies"]]
+        self._lasting = [_part(self.zero.lasting(), basis=self._basis), parts["copies"], parts["graphs"]]
+        self._has_graphs = job.execution.cuda_graph
+        if self._has_graphs:  # what they work with is theirs for good
+            kinds = [
+                kind for kind, num in (("experts", job.sizes.num_moe_layers), ("dense", len(self._dense_layers))) if num
+            ]
+            at_work = [_at_work(kind) for kind in kinds]
+            fullest = max(at_work, key=lambda names: sum(parts[name].num_bytes for name in names))
+            self._lasting += [parts[name] for name in fullest]
 
     def moment(self, name: str, zero: Lines, times: Mapping[str, int] | None = None) -> Moment:
         """Return the moment with these lines of ZeRO's, beside what lasts and the model's parts, each so many times."""
@@ -212,9 +221,10 @@ class _Step:
         done = self._done_above(index)
         done_below = done + held.layer(is_dense=self._is_dense(index)) - held.attention - held.norms
         fetched = zero.whole(f"block {index}", is_backward=True)
-        at_work = below + Counter(("inputs", "products", kind, f"{kind} working"))
         # What attention works with holds all of this layer that is still there, but for the inputs.
-        left = below + Counter(("inputs", "attention working"))
+        at_work, left = below + Counter(_at_work(kind)), below + Counter(("inputs", "attention working"))
+        if self._has_graphs:
+            at_work = left = below
         return [
             self.moment(name + kind, [*fetched, *zero.backward(done=done)], at_work),
             self.moment(name + "attention", [*fetched, *zero.backward(done=done_below)], left),
@@ -242,6 +252,21 @@ class _Step:
         held, (num_moe, num_dense) = self.held, self._below(index)
         below = num_moe * held.moe_layer + num_dense * held.dense_layer + held.embedding
         return self.zero.s.P - (below + held.layer(is_dense=self._is_dense(index)))
+
+
+def _at_work(kind: str) -> tuple[str, ...]:
+    """Return the parts that the backward of a layer's feed-forward half of this kind holds."""
+    return "inputs", "products", kind, f"{kind} working"
+
+
+def _graphs(job: Job, s: Letters) -> Lines:
+    """Return the buffers that all blocks' graphs share (recipe/engine/graphs.py)."""
+    if not job.execution.cuda_graph:
+        return []
+    return [
+        Line("gradients of a block's weights, in and out of graphs", "buffers", s.b * (s.P_experts + s.P_attention)),
+        Line("a block's tokens and their gradients, the same", "buffers", 4 * s.t * s.D * s.b),
+    ]
 
 
 def _part(lines: Lines, *, basis: str) -> Part:

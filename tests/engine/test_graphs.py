@@ -14,7 +14,7 @@ import recipe.engine.graphs
 from modeling.attention import AttentionInputs, Documents, RotaryTables, eager_attention
 from modeling.decoder import OwnTokens
 from modeling.model import GatherMoeForCausalLM
-from recipe.engine.graphs import MAX_KEYS, Buffers, install_graphs, read_by_host, take_apart
+from recipe.engine.graphs import MAX_KEYS, Buffers, install_graphs, read_by_host, remove_graphs, take_apart
 from tests.emulated_graphs import EmulatedCapture
 from tests.referee import mixed_config, our_model, split_options
 
@@ -191,6 +191,23 @@ def test_the_shape_unused_for_longest_is_forgotten() -> None:
     run_once(model, shapes[1])
     run_once(model, shapes[1])
     assert capture.num_recordings == before + 2 * NUM_LAYERS
+
+
+def test_graphs_are_gone_when_they_are_removed() -> None:
+    """A process group cannot end before what was captured of it."""
+    model, capture = graphed_model()
+    own = type(model.model.layers[0]).forward
+    for batch in batches(num=3):
+        run_once(model, batch)
+    assert capture.num_replays
+    assert any(ref() is not None for ref in capture._outputs)
+    remove_graphs(model)
+    assert all(ref() is None for ref in capture._outputs)
+    assert all(block.forward.__func__ is own for block in model.model.layers)
+    replays = capture.num_replays
+    run_once(model, next(batches()))
+    assert capture.num_replays == replays
+    remove_graphs(model)  # again, as for a model that never had any
 
 
 def test_buffers_are_shared_and_go_with_their_last_user() -> None:

@@ -16,7 +16,7 @@ from modeling.mesh import ParallelMesh, one_rank_mesh
 from modeling.model import GatherMoeForCausalLM
 from modeling.spec import layer_shapes, outer_shapes
 from recipe.plan.job import Job
-from recipe.plan.memory import ASSUMED, KINDS, MEASURED, READ, explain_memory, predict_memory
+from recipe.plan.memory import ASSUMED, KINDS, MEASURED, READ, explain_memory, moments, predict_memory
 from recipe.plan.memory_lines import Letters
 from recipe.plan.parameters import rank_parameters
 from recipe.plan.traffic import flat_groups, weights_of
@@ -185,3 +185,20 @@ def test_a_rank_holds_what_the_real_modules_hold(layout: ParallelLayout, qk_norm
         shapes = layer_shapes(config.sizes, is_dense=number == 0)
         named |= {f"model.layers.{number}.{name}": shape for name, shape in shapes.items()}
     assert {name: math.prod(shape) for name, shape in named.items()} == {n: math.prod(s) for n, s in whole.items()}
+
+
+def test_graphs_keep_what_a_block_works_with() -> None:
+    """Their memory is theirs from the first capture on: beside the head's at the loss, and at the update."""
+    eager = job(recompute=True, num_sequences=16)
+    graphed = changed(eager, cuda_graph=True)
+    found, before = ({moment.name: moment for moment in moments(each)} for each in (graphed, eager))
+    assert found.keys() == before.keys()
+    added = {name: found[name].num_bytes - before[name].num_bytes for name in found}
+    # Gradients of a block's weights, and its tokens in and out with theirs; what it works with is there already.
+    held, numbers = rank_parameters(eager.sizes, eager.layout), eager.tokens_per_rank * eager.sizes.hidden_size
+    buffers = 2 * (held.experts + held.attention) + 8 * numbers
+    last = eager.sizes.num_hidden_layers
+    assert added[f"backward of layer {last}, experts"] == pytest.approx(buffers)
+    assert added["loss"] == pytest.approx(added["update"])
+    assert added["loss"] > buffers
+    assert predict_memory(graphed).total_bytes >= predict_memory(eager).total_bytes
