@@ -327,15 +327,10 @@ class _Search:
                     job, memory = found
                     most[recompute, graphs, regather] = choices.index(job.num_sequences)
                     yield Plan(arrangement, job, memory, self.clock.predict(job))
-                    yield from self._with_whole_bucket(arrangement, job)
-
-    def _with_whole_bucket(self, arrangement: Arrangement, job: Job) -> Iterator[Plan]:
-        if job.zero.get(BUCKET_KEY) != MOST_AT_ONCE:
-            return
-        whole = replace(job, zero={**job.zero, BUCKET_KEY: USUAL_BUCKET})
-        memory = self.memory.predict(whole)
-        if memory.total_bytes <= self.room_bytes:
-            yield Plan(arrangement, whole, memory, self.clock.predict(whole))
+                    for whole in _with_whole_bucket(job):
+                        memory = self.memory.predict(whole)
+                        if memory.total_bytes <= self.room_bytes:
+                            yield Plan(arrangement, whole, memory, self.clock.predict(whole))
 
     def _most_at_once(self, job: Job, choices: Sequence[int]) -> tuple[Job, MemoryPlan] | None:
         """Return the step with the most sequences at once, of these choices, that fit; None where it never does."""
@@ -372,7 +367,7 @@ class _Search:
             make_job(request, arrangement, num_sequences=b, zero_stage=z, recompute=rec, regather=reg, overlap=over)
             for b, z, rec, reg, over in options
         )
-        sized = ((job, self.memory.predict(job)) for job in jobs)
+        sized = ((each, self.memory.predict(each)) for job in jobs for each in (job, *_with_whole_bucket(job)))
         job, least = min(sized, key=lambda pair: pair[1].total_bytes)
         kinds = least.by_kind()
         largest = max(kinds, key=lambda name: kinds[name])
@@ -386,6 +381,12 @@ class _Search:
             strategy,
             least.total_bytes - self.room_bytes,
         )
+
+
+def _with_whole_bucket(job: Job) -> Iterator[Job]:
+    """Yield the job with DeepSpeed's own bucket where `make_job` took a smaller one."""
+    if job.zero.get(BUCKET_KEY) == MOST_AT_ONCE:
+        yield replace(job, zero={**job.zero, BUCKET_KEY: USUAL_BUCKET})
 
 
 def _switch(arrangement: Arrangement) -> tuple[bool, ...]:

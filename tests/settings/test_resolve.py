@@ -247,7 +247,7 @@ def test_the_files_users_start_from_resolve_and_deepspeed_takes_them(path: Path)
             sizes=sizes_of(read_model(arguments).kwargs),
         )
         assert got.layout.world_size == world_size
-        assert got.layout.dp == {"bf16_2node.json": 16, "long_context.json": 2}.get(path.name, 1)
+        assert got.layout.dp == {"bf16_2node.json": 16, "bf16_8gpu.json": 2, "long_context.json": 2}.get(path.name, 1)
         assert got.engine["train_batch_size"] == got.sequences_per_step
         # Here DeepSpeed is one rank of its own.
         engine = got.engine | {"train_batch_size": got.sequences_per_step // got.layout.dp}
