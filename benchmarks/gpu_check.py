@@ -5,8 +5,8 @@
 It has never been run on a GPU; tests run its parts on a CPU, with emulated graphs. There is one rank, so nothing is
 said about transfers. In this order, the last ones left out when time runs out:
 
-    rows       the operators on experts' rows against the same on a CPU, and bytes a second; fused norms; attention
-               over documents; a micro-batch in which nothing may make the host wait
+    rows       the operators on experts' rows and on every element against the same on a CPU, and bytes a second; norms;
+               attention over documents; a micro-batch in which nothing may make the host wait
     products   the grouped products of Triton and of torch against float64, and their speed
     precision  loss and gradients in float32, TF32 and bfloat16 against float64
     graphs     replayed blocks against eager ones: loss, gradients, twenty steps; beside them what eager differs by when

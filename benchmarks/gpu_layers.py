@@ -1,6 +1,6 @@
 """What gpu_check.py asks of the work around products: rows, norms, attention over documents, and waits of the host."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from modeling.attention import find_documents, varlen_attention
 from modeling.layers import rms_norm
+from modeling.operators import logit_gradients_, logit_sums, turn, wide_linear, wide_linear_back
 from modeling.rows import combine, permute, sort_rows, swiglu, swiglu_back
 from recipe.dry_run.kernels import KernelCount
 
@@ -21,6 +22,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def layer_cases(bench: Bench) -> Iterator[Case]:
     for dtype in BOUNDS:
         yield Case("rows", str(dtype).removeprefix("torch."), partial(check_rows, bench, dtype))
+        yield Case("operators", str(dtype).removeprefix("torch."), partial(check_operators, bench, dtype))
         yield Case("norms", str(dtype).removeprefix("torch."), partial(check_norms, bench, dtype))
     yield Case("attention", "varlen", partial(check_attention, bench))
     yield Case("waits", f"1 of {bench.num_ranks}", partial(check_waits, bench))
@@ -36,19 +38,66 @@ def check_rows(bench: Bench, dtype: torch.dtype) -> list[Row]:
     weights = torch.rand(num_tokens, NUM_ACTIVE, generator=generator)
     gate_up = torch.randn(num_tokens * NUM_ACTIVE, 2 * width, generator=generator).to(dtype)
     grad = torch.randn(num_tokens * NUM_ACTIVE, width, generator=generator).to(dtype)
+    given = (slots, x, weights, gate_up, grad)
+    return against_cpu("rows", bench, dtype, given, partial(row_operators, num_slots=num_slots), share=1 / SHARE)
+
+
+def against_cpu(
+    section: str,
+    bench: Bench,
+    dtype: torch.dtype,
+    given: Sequence[Tensor],
+    operators: Callable[..., dict[str, Callable[[], Tensor]]],
+    *,
+    share: float = 1.0,
+) -> list[Row]:
+    """Run operators on the CPU and on the device, and time them there by the bytes that they are declared to move."""
     results: dict[str, list[Tensor]] = {}
-    place, found = ("rows", str(dtype).removeprefix("torch.")), []
+    place, found = (section, str(dtype).removeprefix("torch.")), []
     for device in (torch.device("cpu"), bench.device):
-        here = [tensor.to(device) for tensor in (slots, x, weights, gate_up, grad)]
-        for what, run in row_operators(*here, num_slots=num_slots).items():
+        for what, run in operators(*(tensor.to(device) for tensor in given)).items():
             results.setdefault(what, []).append(run().cpu())
             if device == bench.device and len(results[what]) == 2:
                 want, got = results[what]
                 found.append(Row(*place, f"{what}: error", difference(got, want), bound=BOUNDS[dtype]))
-                with KernelCount(torch.nn.Module(), share_of_rows=1 / SHARE) as declared:
+                with KernelCount(torch.nn.Module(), share_of_rows=share) as declared:
                     run()
                 found.append(Row(*place, f"{what}: speed", declared.own_bytes / time_steps(run, bench) / 1e9, "GB/s"))
     return found
+
+
+def check_operators(bench: Bench, dtype: torch.dtype) -> list[Row]:
+    """What works on every element, and the router's product, against the same on the CPU."""
+    num_rows, width, hidden, num_experts = bench.product_sizes
+    generator = torch.Generator().manual_seed(2)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    heads, angles = draw(1, num_rows, hidden // 8, 8), torch.rand(1, num_rows, 4, generator=generator)
+    cos, sin = (torch.cat([part, part], -1).to(dtype) for part in (angles.cos(), angles.sin()))
+    column = torch.randint(-1, width, (num_rows,), generator=generator)
+    given = (heads, cos, sin, draw(num_rows, width), column, draw(num_rows, hidden), draw(num_experts, hidden))
+    return against_cpu("operators", bench, dtype, (*given, draw(num_rows, num_experts).float()), element_operators)
+
+
+def element_operators(
+    heads: Tensor, cos: Tensor, sin: Tensor, logits: Tensor, column: Tensor, x: Tensor, weight: Tensor, grad: Tensor
+) -> dict[str, Callable[[], Tensor]]:
+    num_real = logits.shape[1] - 1
+    column = column.clamp(max=num_real - 1)
+    highest, total, _ = logit_sums(logits, column, num_real=num_real)
+
+    def gradients() -> Tensor:
+        return logit_gradients_(logits.clone(), column, highest, 1 / total, num_real=num_real)
+
+    return {
+        "turn": lambda: turn(heads.transpose(1, 2), cos, sin, sign=1),
+        "logit_sums": lambda: torch.stack(logit_sums(logits, column, num_real=num_real)),
+        "logit_gradients_": gradients,
+        "wide_linear": lambda: wide_linear(x, weight),
+        "wide_linear_back": lambda: torch.cat([part.flatten() for part in wide_linear_back(grad, x, weight)]),
+    }
 
 
 def row_operators(

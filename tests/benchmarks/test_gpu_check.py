@@ -70,9 +70,11 @@ def test_all_cases_run_and_are_within_bounds(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_work_around_products_is_within_bounds() -> None:
     rows = gpu_check.run_cases(gpu_layers.layer_cases(bench()), limit_s=60)
     assert bad(rows) == []
-    assert {row.section for row in rows} == {"rows", "norms", "attention", "waits"}
+    assert {row.section for row in rows} == {"rows", "operators", "norms", "attention", "waits"}
     operators = {"sort_rows", "permute", "combine", "swiglu", "swiglu_back"}
     assert {row.what.split(":")[0] for row in rows if row.section == "rows"} == operators
+    elements = {"turn", "logit_sums", "logit_gradients_", "wide_linear", "wide_linear_back"}
+    assert {row.what.split(":")[0] for row in rows if row.section == "operators"} == elements
     assert all(row.value > 0 for row in rows if row.unit == "GB/s")
 
 
