@@ -380,12 +380,14 @@ def _mixtures() -> Iterator[Published]:
             ),
             (
                 "the same, overlapped",
-                *(OTHERS, 13_011, Description(system=replace(hybrid, exchange_hides=0.5), **bridge), HELD_OUT, ""),
+                *(OTHERS, 13_011, Description(system=replace(hybrid, exchange_hides=0.5), **bridge), HELD_OUT),
+                "how much of the exchange hides is assumed",
             ),
             ("the same, all-to-all", OTHERS, 6_355, Description(system=nccl, **bridge), FITTED, ""),
             (
                 "the same, all-to-all, overlapped",
-                *(OTHERS, 8_373, Description(system=replace(nccl, exchange_hides=0.5), **bridge), HELD_OUT, ""),
+                *(OTHERS, 8_373, Description(system=replace(nccl, exchange_hides=0.5), **bridge), HELD_OUT),
+                "how much of the exchange hides is assumed",
             ),
             (
                 "AutoModel, Qwen3-30B, 8 H100, FSDP 8 EP 8",

@@ -42,26 +42,28 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
 
     Channel i pairs with channel i + K/2; both halves of the tables hold the same angles.
     """
+    x = x if x.stride(-1) == 1 else x.contiguous()
     return _operators().turn(x, cos, sin, sign)
 
 
-def logit_sums(logits_cv: Tensor, column_c: Tensor, *, num_real: int) -> tuple[Tensor, Tensor, Tensor]:
+def logit_sums_(logits_cv: Tensor, column_c: Tensor, *, num_real: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row's first `num_real` logits the largest, the sum of exponentials over it, and the one at `column_c`.
 
     logits [c, v], column [c] int64 (-1: none, for which 0 is returned) -> three of [c], float32 at least. Where there
-    is no logit the largest is -inf and the sum 0.
+    is no logit the largest is -inf and the sum 0. The logits are then for `logit_gradients_` alone: a CPU leaves the
+    exponentials in their place, which it would not make twice.
     """
-    return _operators().logit_sums(logits_cv, column_c, num_real)
+    return _operators().logit_sums_(logits_cv, column_c, num_real)
 
 
 def logit_gradients_(
-    logits_cv: Tensor, column_c: Tensor, highest_c: Tensor, factor_c: Tensor, *, num_real: int
+    logits_cv: Tensor, column_c: Tensor, own_highest_c: Tensor, highest_c: Tensor, factor_c: Tensor, *, num_real: int
 ) -> Tensor:
-    """Write exp(logit - highest) * factor - (1 at `column_c`) over the logits [c, v], zeros after the first `num_real`.
+    """Write exp(logit - highest) * factor - (1 at `column_c`) over what `logit_sums_` left, zeros after `num_real`.
 
-    highest and factor [c] float32 at least; rounded once.
+    own_highest [c] is what that returned, highest and factor [c] float32 at least; rounded once.
     """
-    _operators().logit_gradients_(logits_cv, column_c, highest_c, factor_c, num_real)
+    _operators().logit_gradients_(logits_cv, column_c, own_highest_c, highest_c, factor_c, num_real)
     return logits_cv
 
 
@@ -73,9 +75,11 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     return _operators().wide_linear(x, weight)
 
 
-def wide_linear_back(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and the weight in their types, each rounded once, from a gradient [t, O]."""
-    return _operators().wide_linear_back(grad, x, weight)
+def wide_linear_back(
+    grad: Tensor, x: Tensor, weight: Tensor, *, weight_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x in its type and of the weight in its own or another, each rounded once, from [t, O]."""
+    return _operators().wide_linear_back(grad, x, weight, weight_dtype or weight.dtype)
 
 
 Operator = tuple[Callable[..., Any], Callable[..., Any], Collection[str]]
@@ -89,10 +93,9 @@ def define_operators(namespace: str, operators: Collection[Operator]) -> None:
 
 
 def by_kernel(x: Tensor) -> bool:
-    """Whether kernels work on x; ValueError on a GPU without Triton."""
-    if x.is_cuda and importlib.util.find_spec("triton") is None:
-        raise ValueError("training on a GPU needs the package triton, which is not installed; `pip install triton`")
-    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether kernels work on x: on a GPU with Triton, or in its interpreter; float64 they do not know."""
+    where = x.is_cuda and importlib.util.find_spec("triton") is not None
+    return (where or os.environ.get("TRITON_INTERPRET") == "1") and x.dtype != torch.float64
 
 
 def next_power_of_2(number: int) -> int:
@@ -117,16 +120,16 @@ def _define_once() -> bool:
         (_rms_norm, lambda x, _, __: (x.new_empty(x.shape), _one_per_row(x)), ()),
         (_rms_norm_back, lambda _, x, weight, __: (x.new_empty(x.shape), torch.empty_like(weight)), ()),
         (_turn, lambda x, *_: torch.empty_like(x), ()),
-        (_logit_sums, lambda logits_cv, *_: tuple(wide(logits_cv[:, :0]).new_empty(3, len(logits_cv)).unbind()), ()),
+        (_logit_sums_, lambda logits_cv, *_: tuple(_one_per_row(logits_cv)[:, 0] for _ in range(3)), ("logits_cv",)),
         (_logit_gradients_, lambda *_: None, ("logits_cv",)),
         (_wide_linear, lambda x, weight: wide(x[:, :0]).new_empty(len(x), len(weight)), ()),
-        (_wide_linear_back, lambda _, x, weight: (x.new_empty(x.shape), weight.new_empty(weight.shape)), ()),
+        (_wide_linear_back, lambda _, x, w, dtype: (x.new_empty(x.shape), w.new_empty(w.shape, dtype=dtype)), ()),
     ]
     define_operators(NAMESPACE, operators)
     ours = getattr(torch.ops, NAMESPACE)
     # torch's counter sees shapes; for it the gradient's products are two, however they are made.
     register_flop_formula(ours.wide_linear)(lambda x, weight, **_: 2 * x[0] * x[1] * weight[0])
-    register_flop_formula(ours.wide_linear_back)(lambda _, x, weight, **__: 4 * x[0] * x[1] * weight[0])
+    register_flop_formula(ours.wide_linear_back)(lambda _, x, weight, *__, **___: 4 * x[0] * x[1] * weight[0])
     return True
 
 
@@ -171,12 +174,12 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
         out = x * cos
         out[..., :half].addcmul_(x[..., half:], sin[..., half:], value=-sign)
         out[..., half:].addcmul_(x[..., :half], sin[..., :half], value=sign)
-        return out
+        return out.to(x.dtype)
     from .kernels import turn_heads
 
     out = torch.empty_like(x)
     num_sequences, num_heads, length, _ = x.shape
-    x, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, cos, sin))
+    cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (cos, sin))
     heads = min(next_power_of_2(num_heads), max(1, COLUMNS // next_power_of_2(half)))
     with torch.cuda.device_of(x):
         turn_heads[(length, num_sequences, -(-num_heads // heads))](
@@ -197,15 +200,16 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-def _logit_sums(logits_cv: Tensor, column_c: Tensor, num_real: int) -> tuple[Tensor, Tensor, Tensor]:
+def _logit_sums_(logits_cv: Tensor, column_c: Tensor, num_real: int) -> tuple[Tensor, Tensor, Tensor]:
     if not by_kernel(logits_cv):
-        real = wide(logits_cv)[:, :num_real]
-        highest_c = real.amax(dim=-1) if num_real else real.new_full((len(real),), -torch.inf)
-        sum_c = (real - highest_c[:, None]).exp_().sum(dim=-1)
+        real = logits_cv[:, :num_real]
         if not num_real:
-            return highest_c, sum_c, torch.zeros_like(sum_c)
-        found_c = real.gather(1, column_c.clamp(min=0)[:, None]).squeeze(1)
-        return highest_c, sum_c, torch.where(column_c >= 0, found_c, 0.0)
+            none_c = _one_per_row(logits_cv)[:, 0]
+            return torch.full_like(none_c, -torch.inf), torch.zeros_like(none_c), torch.zeros_like(none_c)
+        highest_c = wide(real.amax(dim=-1))
+        found_c = wide(real.gather(1, column_c.clamp(min=0)[:, None]).squeeze(1))
+        shifted = real.sub_(highest_c[:, None]) if _is_wide(real) else wide(real) - highest_c[:, None]
+        return highest_c, shifted.exp_().sum(dim=-1), torch.where(column_c >= 0, found_c, 0.0)
     from .kernels import sum_logits
 
     out_3c = logits_cv.new_empty(3, len(logits_cv), dtype=torch.float32)
@@ -217,15 +221,20 @@ def _logit_sums(logits_cv: Tensor, column_c: Tensor, num_real: int) -> tuple[Ten
     return highest_c, sum_c, found_c
 
 
-def _logit_gradients_(logits_cv: Tensor, column_c: Tensor, highest_c: Tensor, factor_c: Tensor, num_real: int) -> None:
+def _logit_gradients_(
+    logits_cv: Tensor, column_c: Tensor, own_highest_c: Tensor, highest_c: Tensor, factor_c: Tensor, num_real: int
+) -> None:
     if not by_kernel(logits_cv):
-        grad_cv = wide(logits_cv)
-        grad_cv[:, num_real:] = -torch.inf
-        grad_cv.sub_(highest_c[:, None]).exp_().mul_(factor_c[:, None])
-        here_c = (column_c >= 0).to(grad_cv.dtype)
-        grad_cv.scatter_add_(1, column_c.clamp(min=0)[:, None], -here_c[:, None])
-        if grad_cv is not logits_cv:
-            logits_cv.copy_(grad_cv)
+        logits_cv[:, num_real:] = 0.0
+        real = logits_cv[:, :num_real]
+        if _is_wide(real):
+            grad = real.mul_((factor_c * (own_highest_c - highest_c).exp())[:, None])
+        else:
+            grad = (wide(real) - highest_c[:, None]).exp_().mul_(factor_c[:, None])
+        if num_real:
+            grad.scatter_add_(1, column_c.clamp(min=0)[:, None], -(column_c >= 0).to(grad.dtype)[:, None])
+        if not _is_wide(real):
+            real.copy_(grad)
         return
     from .kernels import logit_gradients
 
@@ -236,18 +245,23 @@ def _logit_gradients_(logits_cv: Tensor, column_c: Tensor, highest_c: Tensor, fa
         )
 
 
+def _is_wide(x: Tensor) -> bool:
+    """Whether x is not narrower than float32, so that what is made of it may take its place."""
+    return x.dtype == wide(x[:0]).dtype
+
+
 def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     if by_tensor_cores(x, weight):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return wide(x) @ wide(weight).t()
 
 
-def _wide_linear_back(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _wide_linear_back(grad: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if not by_tensor_cores(x, weight):
-        return (grad @ wide(weight)).to(x.dtype), (grad.t() @ wide(x)).to(weight.dtype)
+        return (grad @ wide(weight)).to(x.dtype), (grad.t() @ wide(x)).to(weight_dtype)
     parts = in_three_parts(grad)
     grad_weight = torch.mm(parts.t(), x, out_dtype=torch.float32).unflatten(0, (3, -1)).sum(0)
-    return parts @ weight.repeat(3, 1), grad_weight.to(weight.dtype)
+    return parts @ weight.repeat(3, 1), grad_weight.to(weight_dtype)
 
 
 def by_tensor_cores(x: Tensor, weight: Tensor) -> bool:

@@ -101,7 +101,7 @@ class GatherMoeRouter(nn.Module):
         if noise_t is not None:
             x_tD = jitter(wide(x_tD), noise_t, width=self.jitter_width)
         with torch.autocast(x_tD.device.type, enabled=False):
-            logits_tE = _WideLinear.apply(x_tD, weight_ED)
+            logits_tE = _WideLinear.apply(x_tD, self.weight, weight_ED)
         routing = route(
             logits_tE,
             num_active=self.num_active,
@@ -130,14 +130,18 @@ class _WideLinear(torch.autograd.Function):
     """Logits in float32 at least, without wide copies of what they are made from."""
 
     @staticmethod
-    def forward(ctx: Any, x_tD: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(x_tD, weight_ED)
-        return wide_linear(x_tD, weight_ED)
+    def forward(ctx: Any, x_tD: Tensor, own_ED: Tensor, weight_ED: Tensor) -> Tensor:
+        """The module's own weight is multiplied; the gradient is that of `weight_ED`, the same numbers, in its type."""
+        ctx.save_for_backward(x_tD, own_ED)
+        ctx.weight_dtype = weight_ED.dtype
+        return wide_linear(x_tD, own_ED)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_tE: Tensor) -> tuple[Tensor, Tensor]:
-        return wide_linear_back(grad_tE, *ctx.saved_tensors)
+    def backward(ctx: Any, grad_tE: Tensor) -> tuple[Tensor, None, Tensor]:
+        x_tD, own_ED = ctx.saved_tensors
+        grad_x_tD, grad_weight_ED = wide_linear_back(grad_tE, x_tD, own_ED, weight_dtype=ctx.weight_dtype)
+        return grad_x_tD, None, grad_weight_ED
 
 
 def route(

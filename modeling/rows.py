@@ -112,6 +112,17 @@ def _define_once() -> bool:
     return True
 
 
+def _by_kernel(x: Tensor) -> bool:
+    """Whether kernels work on x; ValueError on a GPU where they cannot."""
+    found = by_kernel(x)
+    if x.is_cuda and not found:
+        raise ValueError(
+            f"experts in {x.dtype} on a GPU need the package triton and a type that it knows, float32 or narrower; "
+            "`pip install triton` (Linux), or choose experts_backend='loop'"
+        )
+    return found
+
+
 def count_rows_on_cpu(offsets_e: Tensor) -> int:
     """Read how many rows there are, which on a device only kernels do."""
     assert offsets_e.device.type == "cpu"
@@ -128,7 +139,7 @@ def _room_for_rows(slots_TA: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Te
 def _sort_rows(slots_TA: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
     pair_R, row_TA, offsets_e = _room_for_rows(slots_TA, num_slots)
     slots_P = slots_TA.flatten()
-    if not by_kernel(slots_TA):
+    if not _by_kernel(slots_TA):
         key_P, order = torch.where((slots_P >= 0) & (slots_P < num_slots), slots_P, num_slots).sort(stable=True)
         offsets_e.copy_(torch.searchsorted(key_P, torch.arange(num_slots), right=True))
         num_rows = count_rows_on_cpu(offsets_e)
@@ -157,7 +168,7 @@ def _sort_rows(slots_TA: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor
 def _permute(x_TD: Tensor, pair_R: Tensor, offsets_e: Tensor, num_active: int, through_TA: Tensor | None) -> Tensor:
     num_columns = x_TD.shape[1]
     out_RD = x_TD.new_empty(len(pair_R), num_columns)
-    if not by_kernel(x_TD):
+    if not _by_kernel(x_TD):
         pairs = pair_R[: count_rows_on_cpu(offsets_e)]
         torch.index_select(
             x_TD, 0, pairs // num_active if through_TA is None else through_TA.view(-1)[pairs], out=out_RD[: len(pairs)]
@@ -184,7 +195,7 @@ def _permute(x_TD: Tensor, pair_R: Tensor, offsets_e: Tensor, num_active: int, t
 
 def _combine(y_RD: Tensor, row_TA: Tensor, dtype: torch.dtype) -> Tensor:
     (num_tokens, num_active), num_columns = row_TA.shape, y_RD.shape[1]
-    if not by_kernel(y_RD):
+    if not _by_kernel(y_RD):
         total_TD = y_RD.new_zeros(num_tokens, num_columns, dtype=torch.promote_types(y_RD.dtype, torch.float32))
         for row_T in row_TA.unbind(1) if len(y_RD) else ():
             # Rows that no pair fills are uninitialised: select, never multiply with 0.
@@ -206,7 +217,7 @@ def _combine(y_RD: Tensor, row_TA: Tensor, dtype: torch.dtype) -> Tensor:
 def _swiglu(gate_up_R2f: Tensor, weights_TA: Tensor, pair_R: Tensor, offsets_e: Tensor) -> Tensor:
     width = gate_up_R2f.shape[1] // 2
     out_Rf = gate_up_R2f.new_empty(len(gate_up_R2f), width)
-    if not by_kernel(gate_up_R2f):
+    if not _by_kernel(gate_up_R2f):
         pairs = pair_R[: count_rows_on_cpu(offsets_e)]
         gate, up = _wide(gate_up_R2f[: len(pairs)]).chunk(2, dim=1)
         out_Rf[: len(pairs)] = F.silu(gate) * up * weights_TA.reshape(-1)[pairs, None]
@@ -232,7 +243,7 @@ def _swiglu_back(
 ) -> Tensor:
     grad_weights_TA = torch.zeros_like(weights_TA, memory_format=torch.contiguous_format)
     width = act_Rf.shape[1]
-    if not by_kernel(grad_Rf):
+    if not _by_kernel(grad_Rf):
         pairs = pair_R[: count_rows_on_cpu(offsets_e)]
         here = slice(len(pairs))
         gate, up = _wide(gate_up_R2f[here]).chunk(2, dim=1)
@@ -266,7 +277,7 @@ def _swiglu_back(
 
 
 def _clear_empty(grad_eOI: Tensor, offsets_e: Tensor) -> None:
-    if not by_kernel(grad_eOI):
+    if not _by_kernel(grad_eOI):
         is_empty = offsets_e.diff(prepend=offsets_e.new_zeros(1)) == 0
         grad_eOI.masked_fill_(is_empty[:, None, None], 0.0)
         return

@@ -18,7 +18,7 @@ from .comm import Chunks, GatherInChunks, ScatterInChunks, scope, wide
 from .cost import HEAD_CHUNK_BYTES, head_rows
 from .layers import autocast_inputs, linear
 from .mesh import ParallelMesh
-from .operators import logit_gradients_, logit_sums
+from .operators import logit_gradients_, logit_sums_
 
 IGNORED = -100  # transformers' label for "no target here"
 CHUNK_BYTES, CHUNK_BYTES_CUDA = HEAD_CHUNK_BYTES["cpu"], HEAD_CHUNK_BYTES["cuda"]
@@ -192,7 +192,7 @@ def _chunk_losses(
     logits_cv = x_cD @ weight_vD.t()
     column_c = targets_c - vocabulary.first
     column_c = torch.where((column_c >= 0) & (column_c < vocabulary.num_real), column_c, -1)
-    own_highest_c, sum_c, target_logit_c = logit_sums(logits_cv, column_c, num_real=vocabulary.num_real)
+    own_highest_c, sum_c, target_logit_c = logit_sums_(logits_cv, column_c, num_real=vocabulary.num_real)
     highest_c = own_highest_c
     if vocabulary.group is not None:
         highest_c = own_highest_c.clone()
@@ -209,5 +209,5 @@ def _chunk_losses(
     factor_c = valid_c / sum_c
     if z_coef:
         factor_c = factor_c * (1 + 2 * z_coef * log_partition_c)
-    column_c = torch.where(valid_c, column_c, -1)
-    return nll, z, logit_gradients_(logits_cv, column_c, highest_c, factor_c, num_real=vocabulary.num_real)
+    num_real = vocabulary.num_real
+    return nll, z, logit_gradients_(logits_cv, column_c, own_highest_c, highest_c, factor_c, num_real=num_real)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -34,13 +35,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.behind = words[words.index("--") + 1 :] if "--" in words else None
     command = arguments.command
     try:
-        return command.run(arguments)
+        code = command.run(arguments)
+        sys.stdout.flush()
+        return code
     except (RunError, ValueError) as error:
         print(f"gather-moe {command.name}: {error}", file=sys.stderr)
         return getattr(error, "exit_code", USER_ERROR)
-    except BrokenPipeError:  # whoever read the output, like `head`, has enough of it
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python itself writes at its end
         return READER_GONE
+
+
+def _reader_is_gone() -> bool:
+    """Whether whoever read this program's output, like `head`, had enough of it."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

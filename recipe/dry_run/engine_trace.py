@@ -82,7 +82,8 @@ class UntouchedLedger(Ledger):
         if func.namespace == "c10d":
             self.book(func._opname, args)
             return _started(func, args, kwargs) if is_large else func(*args, **kwargs)
-        if func._schema.is_mutable:
+        returns_what_it_writes = all(value.alias_info is not None for value in func._schema.returns)
+        if func._schema.is_mutable and (returns_what_it_writes or not is_large):
             return _written(func, args, kwargs) if is_large else func(*args, **kwargs)
         is_factory = not tensors or func._opname.startswith("new_")
         if not is_large and not is_factory:

@@ -317,41 +317,52 @@ def _turn(args: Any) -> Work:
     return Work(1, x.nbytes + (_bytes(cos) + _bytes(sin)) / 2, x.nbytes)
 
 
-def _logit_sums(args: Any) -> Work:
+def _logit_sums_(args: Any) -> Work:
     logits_cv, column_c, num_real = args
     row_bytes = column_c.nbytes + 4 * len(logits_cv)
     return Work(2, len(logits_cv) * num_real * logits_cv.element_size() + row_bytes, 24 * len(logits_cv))
 
 
 def _logit_gradients(args: Any) -> Work:
-    logits_cv, column_c, highest_c, factor_c, num_real = args
+    logits_cv, column_c, _, highest_c, factor_c, num_real = args
     row_bytes = column_c.nbytes + highest_c.nbytes + factor_c.nbytes
     return Work(1, len(logits_cv) * num_real * logits_cv.element_size() + row_bytes, logits_cv.nbytes)
 
 
 def _wide_linear(args: Any) -> Work:
+    """A product of what is in bfloat16 as it is; else of wide copies, which are read and written once more."""
     x, weight = args
-    out_bytes = 4 * len(x) * len(weight)
-    return Work(1, x.nbytes + weight.nbytes, out_bytes, 2.0 * x.numel() * len(weight))
+    out_bytes, flops = 4 * len(x) * len(weight), 2.0 * x.numel() * len(weight)
+    if x.dtype == weight.dtype == torch.bfloat16:
+        return Work(1, x.nbytes + weight.nbytes, out_bytes, flops)
+    casts, copied = _wide_copies(x, weight)
+    return Work(1 + casts, 4 * (x.numel() + weight.numel()) + x.nbytes * casts, out_bytes + copied, flops)
 
 
 def _wide_linear_back(args: Any) -> Work:
     """In bfloat16 the gradient in parts: six passes, a look, two products of three times the depth, and a sum."""
-    grad, x, weight = args
-    if x.element_size() == 4:
-        return Work(
-            2, 2 * grad.nbytes + x.nbytes + weight.nbytes, x.nbytes + weight.nbytes, 4.0 * x.numel() * len(weight)
-        )
+    grad, x, weight, _ = args
+    flops = 4.0 * x.numel() * len(weight)
+    if not x.dtype == weight.dtype == torch.bfloat16:
+        casts, copied = _wide_copies(x, weight)
+        read = 2 * grad.nbytes + 4 * (x.numel() + weight.numel()) + copied
+        return Work(2 + 2 * casts, read, x.nbytes + weight.nbytes + copied, flops)
     parts_bytes, weights_bytes = 6 * grad.numel(), 3 * weight.nbytes
-    read = 5 * grad.nbytes + 2 * parts_bytes + 2 * parts_bytes + x.nbytes + weight.nbytes + weights_bytes
+    read = 5 * grad.nbytes + 4 * parts_bytes + x.nbytes + weight.nbytes + 3 * weights_bytes
     written = 2 * grad.nbytes + 2 * parts_bytes + x.nbytes + 4 * weights_bytes + weight.nbytes
-    return Work(11, read + 2 * weights_bytes, written, 12.0 * x.numel() * len(weight))
+    return Work(11, read, written, 3 * flops)
+
+
+def _wide_copies(*tensors: Tensor) -> tuple[int, int]:
+    """How many of these are copied to float32, and the bytes of the copies."""
+    narrow = [4 * x.numel() for x in tensors if x.element_size() < 4]
+    return len(narrow), sum(narrow)
 
 
 ON_ELEMENTS: Mapping[str, Callable[[Any], Work]] = {
     "wide_linear": _wide_linear,
     "wide_linear_back": _wide_linear_back,
     "turn": _turn,
-    "logit_sums": _logit_sums,
+    "logit_sums_": _logit_sums_,
     "logit_gradients_": _logit_gradients,
 }

@@ -49,7 +49,8 @@ def _print_plans(arguments: argparse.Namespace) -> int:
         for line in report.describe_basis(best, found):
             print(line)
     if arguments.write is not None:
-        report.write_config(arguments.write, config=report.run_config(best.job, model=settings.model_flags))
+        config = report.run_config(best.job, model=settings.model_flags, attention=settings.request.attention)
+        report.write_config(arguments.write, config=config)
         num_ranks, per_node = best.job.layout.world_size, settings.request.ranks_per_node
         line = report.how_to_start(arguments.write, num_ranks=num_ranks, ranks_per_node=per_node)
         print(line, file=sys.stderr if arguments.json else sys.stdout)

@@ -27,9 +27,9 @@ ATTENTION_BACKWARD_FLOPS = 2.5
 class Rates:
     """One rank's speed in one precision: as measured where a probe did, else a roofline under stated efficiencies.
 
-    All sizes are of the rank's own work. `utilization` is the share of the peak that the whole step reaches, by which
-    products slow down; `passes` are those of another system where they are not this project's.
-    Raises ValueError for a precision that a hardware file does not hold.
+    All sizes are of the rank's own work. `utilization` is the share of the peak that the whole step would reach if its
+    device stayed cold, by which products slow down; `passes` are those of another system where they are not this
+    project's. Raises ValueError for a precision that a hardware file does not hold.
     """
 
     def __init__(

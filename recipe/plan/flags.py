@@ -8,12 +8,12 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from modeling.execution import BY_MASK, PER_DOCUMENT, VARLEN
+from modeling.execution import VARLEN
 from modeling.layout import STRATEGIES, ParallelLayout, divisors
 from modeling.spec import spec_of
 from recipe.plan.hardware import Hardware, with_network
 from recipe.plan.job import ELEMENT_BYTES, Job, job_of
-from recipe.plan.search import PlanRequest, layout_rules
+from recipe.plan.search import PlanRequest, kernel_faults, layout_rules
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.flags import Arguments
 from recipe.settings.model import CONFIG_FLAG, read_model, run_options, sizes_of
@@ -170,7 +170,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     network = "Gbit/s of the network between nodes, per GPU; assumed, and said so, if absent"
     add("--network_gbits", type=positive_number, metavar="RATE", help=network)
     kernel = "attention kernel, as in a run; the fastest for the GPU if absent"
-    add("--attn_implementation", choices=(*VARLEN, *PER_DOCUMENT, *BY_MASK), metavar="NAME", help=kernel)
+    add("--attn_implementation", choices=(*VARLEN, "sdpa"), metavar="NAME", help=kernel)
     add("--skew", type=at_least_even, default=USUAL_SKEW, metavar="RHO", help=skew)
 
 
@@ -205,6 +205,10 @@ def read_plan_request(flags: argparse.Namespace, *, hardware: Hardware) -> PlanS
         max_micro_batch=flags.max_micro_batch,
         attention=flags.attn_implementation or arguments.attn_implementation,
     )
+    if request.attention != "auto" and (reasons := "; ".join(kernel_faults(request))):
+        raise ValueError(
+            f"--attn_implementation {request.attention} cannot be planned: {reasons}; leave it out for what a run takes"
+        )
     if faults := layout_rules(request, ParallelLayout()):  # a rank alone breaks no rule of layouts
         raise ValueError("no layout can be planned:\n" + "\n".join(f"  - {fault}" for fault in faults))
     names = {"config_name": flags.model, "config_overrides": dict(arguments.config_overrides)}

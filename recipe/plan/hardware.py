@@ -83,7 +83,8 @@ class Efficiencies:
     product      of the peak, by a cold device and a product that is large in every dim; above 1 where the sheet's own
                  number is one for a warm device
     half_depth   numbers summed for each result (K) at which a product reaches half of that
-    heat         how much longer products take at full utilization than on a cold device: power slows the clock
+    heat         how much longer products take than on a cold device, times the share of the peak that a step on a cold
+                 one would reach: power slows the clock
     tiles        results that a product's kernels make at once, (rows, columns): the best of these
     processors   tiles that are made at the same time
     attention    by kernel, "usual" for those not named
@@ -255,10 +256,9 @@ class Sheet(NamedTuple):
 _AMPERE_ATTENTION = {USUAL: AttentionShare(0.47, 0.38)}
 _HOPPER_ATTENTION = {USUAL: AttentionShare(0.269, 0.217), "flash_attention_3": AttentionShare(0.627, 0.526)}
 _HOPPER_SOURCE = f"FlashAttention-2: {FITTED}; 3: FlashAttention-3 (2407.08608), figures 5 and 6, causal, head size 128"
-_NVLINK_3 = f"{FITTED}"
 _NVLINK_4 = f"gathers: {FITTED}; sums: 436 GB/s measured in the same cluster (nanotron); exchanges: {FITTED}"
 _A100 = (
-    *(19.5, "NVLink 3", 300, (0.37, 0.78, 0.78), _NVLINK_3, "200 Gbit/s InfiniBand", 25),
+    *(19.5, "NVLink 3", 300, (0.37, 0.78, 0.78), FITTED, "200 Gbit/s InfiniBand", 25),
     *((0.985, 0.025), FITTED, 108, _AMPERE_ATTENTION, FITTED, (8, 0)),
 )
 _HOPPER = (

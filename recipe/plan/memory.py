@@ -236,7 +236,9 @@ class _Step:
         own = Line("gradients of the layer", "gradients", zero.s.b * (numbers - self.held.attention))
         made = zero.backward(done=self._done_above(index))
         lines = [*zero.whole(f"block {index}", is_backward=True), *made, own, *zero.sent()]
-        left = self.kept(*self._below(index)) + Counter(("inputs", "products"))
+        left = self.kept(*self._below(index))
+        if not self._has_graphs:
+            left += Counter(("inputs", "products"))
         return self.moment(f"first reduction, layer {index + 1}", lines, left)
 
     def _is_dense(self, index: int) -> bool:
@@ -263,10 +265,15 @@ def _graphs(job: Job, s: Letters) -> Lines:
     """Return the buffers that all blocks' graphs share (recipe/engine/graphs.py)."""
     if not job.execution.cuda_graph:
         return []
-    return [
-        Line("gradients of a block's weights, in and out of graphs", "buffers", s.b * (s.P_experts + s.P_attention)),
+    lines = [
+        Line("gradients of attention's weights, in and out of graphs", "buffers", s.P_attention * s.b),
         Line("a block's tokens and their gradients, the same", "buffers", 4 * s.t * s.D * s.b),
     ]
+    if job.sizes.num_moe_layers:
+        lines.append(Line("gradients of the experts' weights, the same", "buffers", s.P_experts * s.b))
+    if job.sizes.dense_layers:
+        lines.append(Line("gradients of a dense layer's weights, the same", "buffers", s.P_dense * s.b))
+    return lines
 
 
 def _part(lines: Lines, *, basis: str) -> Part:

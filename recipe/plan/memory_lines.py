@@ -192,7 +192,7 @@ def attention_products(s: Letters) -> Lines:
 def experts_kept(s: Letters) -> Lines:
     """Return what a forward of router and experts keeps."""
     lines = [
-        Line("router's input", "activations", 4 * s.t * s.D),
+        Line("router's input", "activations", (4 if s.jitters else s.b) * s.t * s.D),
         Line("router's logits and scores", "activations", 8 * s.t * s.E),
         Line("router's choice and its weights", "activations", 20 * s.t * s.A),
     ]
@@ -208,7 +208,7 @@ def experts_kept(s: Letters) -> Lines:
         gathers = s.strategy == "gather_tokens"
         if s.keeps and gathers:
             lines.append(_gathered(s, "tokens gathered for the experts"))
-        elif s.extra:
+        elif s.extra and s.jitters:
             lines.append(Line("experts' input", "activations", s.t * s.D * s.b))
         slots = 12 if s.N > 1 and gathers else 8
         tokens = s.T if gathers else s.t

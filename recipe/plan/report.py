@@ -143,14 +143,15 @@ def _asked(found: Found, *, notes: Sequence[str]) -> Iterator[str]:
         f"({size(reserve)} set aside for what is no tensor), {request.precision}, speeds: {basis}"
     )
     if request.gpus > request.ranks_per_node:
-        yield f"network  between nodes: {hardware.sources['inter.bytes_per_s' if not hardware.measured else 'inter']}"
+        yield f"network  between nodes: {hardware.sources.get('inter.bytes_per_s') or hardware.sources['inter']}"
     yield f"step     {request.sequences_per_step} sequences of {request.block_size} = {tokens:,} tokens"
     if request.skew > 1:
         yield f"skew     the busiest rank has {request.skew:g} times the mean rows where ranks hold whole experts"
-    if found.plans and (package := FAST_ATTENTION.get(kernel := found.plans[0].job.attention)):
+    kernel = found.plans[0].job.attention if found.plans else request.attention
+    if request.attention == "auto" and kernel in FAST_ATTENTION:
         yield (
-            f"kernel   {kernel}, which a run takes by itself where {package.package} is installed; without it plan "
-            "with --attn_implementation varlen"
+            f"kernel   {kernel}, which a run takes by itself where {FAST_ATTENTION[kernel].package} is installed; "
+            "without it plan with --attn_implementation varlen"
         )
     for note in notes:
         yield f"note     {note}"
@@ -350,8 +351,10 @@ def describe_basis(plan: Plan, found: Found) -> Iterator[str]:
         yield f"  {name}: {source}"
 
 
-def run_config(job: Job, *, model: Mapping[str, Any]) -> dict[str, Any]:
+def run_config(job: Job, *, model: Mapping[str, Any], attention: str = "auto") -> dict[str, Any]:
     """Return the JSON of a run that does this job's steps. `model` has the flags that name it, "config_name" and so on.
+
+    attention  the kernel, as it was asked for
 
     What is likely to be tried otherwise stands in the "arguments" block, over which the command line wins.
     """
@@ -367,6 +370,7 @@ def run_config(job: Job, *, model: Mapping[str, Any]) -> dict[str, Any]:
             "gradient_accumulation_steps": job.accumulation,
             "bf16": job.precision == "bf16",
             "gradient_checkpointing": job.recompute,
+            **({} if attention == "auto" else {"attn_implementation": attention}),
         },
         "parallel": {
             "tp": job.layout.tp,

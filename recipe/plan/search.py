@@ -26,6 +26,7 @@ from recipe.settings.parallel import (
     ROW_ALIGNMENT,
     GraphFacts,
     WorldInfo,
+    attention_reasons,
     can_be_graphed,
     default_attention,
     default_experts_backend,
@@ -78,7 +79,8 @@ class PlanRequest:
             local_world_size=self.ranks_per_node,
             device=self.hardware.device,
             compute_capability=self.hardware.compute_capability,
-            attention_kernels=tuple(FAST_ATTENTION),
+            # A probe times torch's own.
+            attention_kernels=() if self.hardware.measured else tuple(FAST_ATTENTION),
         )
 
     @cached_property
@@ -198,6 +200,24 @@ def make_job(
         attention=facts.attention,
         rho=skew_of(layout, sizes=request.sizes, skew=request.skew),
     )
+
+
+def kernel_faults(request: PlanRequest) -> Iterator[str]:
+    """Yield what keeps the attention kernel that was asked for from being planned."""
+    if request.hardware.measured and request.attention not in ("varlen", "sdpa"):
+        yield f"the attention of hardware {request.hardware.name} was measured with torch's own kernels"
+    facts = GraphFacts(
+        ranks=request.ranks,
+        sizes=request.sizes,
+        layout=ParallelLayout(),
+        execution=Execution(),
+        precision=request.precision,
+        zero_stage=0,
+        recomputes=False,
+        attention=request.attention,
+        attention_dropout=spec_of(request.model).attention_dropout,
+    )
+    yield from attention_reasons(facts, kernel=request.attention)
 
 
 def skew_of(layout: ParallelLayout, *, sizes: ModelSizes, skew: float) -> float:

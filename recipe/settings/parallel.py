@@ -14,7 +14,7 @@ from math import gcd
 from typing import NamedTuple
 
 from modeling.cost import MoeTraffic, choose_strategy, tokens_where_weights_pay
-from modeling.execution import BY_MASK, CHOICES, PER_DOCUMENT, Execution, dtype_faults, resident_faults
+from modeling.execution import BY_MASK, CHOICES, PER_DOCUMENT, VARLEN, Execution, dtype_faults, resident_faults
 from modeling.layout import BatchSizes, LayoutRequest, ParallelLayout, allowed_ep, fitting_layouts, layout_faults
 from modeling.spec import ModelSizes
 from recipe.settings.deepspeed_keys import look_up
@@ -347,16 +347,20 @@ class GraphFacts:
 
 
 class FastAttention(NamedTuple):
-    """A kernel made for one generation of GPUs, and the package that it needs."""
+    """A kernel made for one generation of GPUs, and the package that it needs.
+
+    head_dims  sizes of heads that every release has a backward for; None: those of torch's "varlen"
+    """
 
     capability: tuple[int, int]
     package: str
+    head_dims: tuple[int, ...] | None = None
 
 
 # About twice as fast as FlashAttention-2, which torch's "varlen" is (recipe/plan/hardware.py has the rates).
 FAST_ATTENTION = {
     "flash_attention_3": FastAttention((9, 0), "flash-attn-3"),
-    "flash_attention_4": FastAttention((10, 0), "flash-attn-4"),
+    "flash_attention_4": FastAttention((10, 0), "flash-attn-4", head_dims=(128,)),
 }
 
 
@@ -372,20 +376,21 @@ def installed_attention() -> tuple[str, ...]:
     return tuple(name for name, fast in FAST_ATTENTION.items() if is_installed(fast.package))
 
 
-def fast_attention(compute_capability: tuple[int, int] | None) -> str | None:
-    """Return the name in `FAST_ATTENTION` of what is made for such a GPU."""
-    return next((name for name, fast in FAST_ATTENTION.items() if fast.capability == compute_capability), None)
+def fast_attention(facts: GraphFacts) -> str | None:
+    """Return the name in `FAST_ATTENTION` of what is made for such a GPU and model."""
+    fitting = (name for name in FAST_ATTENTION if not any(attention_reasons(facts, kernel=name)))
+    return next(fitting, None)
 
 
 def settle_attention(sources: Sources, *, facts: GraphFacts) -> str:
     """Return the attention kernel: "auto" takes the fastest that there is; torch's "varlen" may be a fault."""
     asked = facts.attention
-    reasons = "; ".join(_varlen_reasons(facts))
+    reasons = "; ".join(attention_reasons(facts, kernel="varlen" if asked == "auto" else asked))
     if asked == "varlen" and reasons:
         sources.faults.append(f'--attn_implementation varlen cannot be used: {reasons}; use "auto" or "sdpa"')
     if asked != "auto":
         return asked
-    taken, fast = default_attention(facts), fast_attention(facts.ranks.compute_capability)
+    taken, fast = default_attention(facts), fast_attention(facts)
     why = reasons or "all documents in one call"
     if taken == "varlen" and fast is not None:
         why += f"; about twice as fast on this GPU: {fast}, if {FAST_ATTENTION[fast].package} were installed"
@@ -395,17 +400,24 @@ def settle_attention(sources: Sources, *, facts: GraphFacts) -> str:
 
 def default_attention(facts: GraphFacts) -> str:
     """Return what "auto" of `attn_implementation` is on such devices."""
-    if any(_varlen_reasons(facts)):
+    if any(attention_reasons(facts, kernel="varlen")):
         return "sdpa"
-    fast = fast_attention(facts.ranks.compute_capability)
+    fast = fast_attention(facts)
     return fast if fast is not None and fast in facts.ranks.attention_kernels else "varlen"
 
 
-def _varlen_reasons(facts: GraphFacts) -> Iterator[str]:
-    """Yield what keeps torch's "varlen" from being used: its kernels are FlashAttention-2's."""
+def attention_reasons(facts: GraphFacts, *, kernel: str) -> Iterator[str]:
+    """Yield what keeps a kernel of `VARLEN` from being used; torch's "varlen" is FlashAttention-2."""
+    if kernel not in VARLEN:
+        return
     if facts.ranks.device != "cuda":
         yield "its kernels are for GPUs"
         return
+    if fast := FAST_ATTENTION.get(kernel):
+        if facts.ranks.compute_capability != fast.capability:
+            yield f"its kernels are for compute capability {'.'.join(map(str, fast.capability))}"
+        if fast.head_dims is not None and facts.sizes.head_dim not in fast.head_dims:
+            yield f"it is not known to train heads of head_dim={facts.sizes.head_dim}"
     if (facts.ranks.compute_capability or (0, 0)) < (8, 0):
         yield "its kernels need compute capability 8.0"
     if facts.precision != "bf16":

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from published import GOALS, PublishedRow, describe_published, described_time, published_table
+from published import SMALL, PublishedRow, describe_published, described_time, published_table
 from published_points import (
     DENSE,
     FITTED,
@@ -39,7 +39,7 @@ def test_every_error_is_shown_and_what_it_is_of(rows: tuple[PublishedRow, ...]) 
         for words in (row.point.name, f"{row.error:+.0%}", row.point.use, row.point.missing):
             assert words in line
     text = "\n".join(lines[len(rows) :])
-    assert all(kind in text for kind in GOALS)
+    assert all(kind in text for kind in SMALL)
     assert "the planner's interval" in text
 
 
@@ -52,10 +52,12 @@ def test_points_that_nothing_was_fitted_to_are_met(
     assert median(errors) <= (0.08 if kind == DENSE else 0.12)
 
 
-def test_the_planners_interval_holds_most_steps(rows: tuple[PublishedRow, ...]) -> None:
+@pytest.mark.parametrize(("kind", "share"), [(DENSE, 0.95), (LIKE_OURS, 0.65), (OTHERS, 0.55)])
+def test_the_planners_interval_holds_most_steps(rows: tuple[PublishedRow, ...], kind: str, share: float) -> None:
+    """Of mixtures fewer, whose exchanges and hosts are described by less."""
     for use in (FITTED, HELD_OUT):
-        found = [row.is_inside for row in rows if row.point.use == use and row.is_inside is not None]
-        assert sum(found) >= 0.85 * len(found)
+        found = [row.is_inside for row in rows if row.point.kind == kind and row.point.use == use]
+        assert sum(map(bool, found)) >= share * len(found)
 
 
 def test_no_point_is_left_out_that_is_far_off(rows: tuple[PublishedRow, ...]) -> None:

@@ -13,7 +13,7 @@ from modeling.operators import (
     COLUMNS,
     in_three_parts,
     logit_gradients_,
-    logit_sums,
+    logit_sums_,
     turn,
     wide_linear,
     wide_linear_back,
@@ -40,6 +40,8 @@ def heads_of(case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     x = randn(2, 7, num_heads, size, dtype=dtype)
     if case == "part of a tensor":
         x = randn(2, 7, num_heads, 3 * size, dtype=dtype)[..., size : 2 * size]
+    if case == "channels apart":
+        x = randn(2, 7, size, num_heads, dtype=dtype).transpose(2, 3)
     angles = randn(2 if case == "own positions" else 1, 7, size // 2, dtype=torch.float64, seed=2)
     cos, sin = (torch.cat([part, part], -1).to(dtype) for part in (angles.cos(), angles.sin()))
     return x.transpose(1, 2), cos, sin
@@ -49,7 +51,8 @@ def check_turn(case: str, dtype: torch.dtype) -> None:
     x, cos, sin = heads_of(case, dtype)
     got = turn(x, cos, sin, sign=1)
     assert got.dtype == dtype
-    assert got.transpose(1, 2).is_contiguous()  # heads lie as they lay
+    if case != "channels apart":
+        assert got.transpose(1, 2).is_contiguous()  # heads lie as they lay
     first, second = x.double().chunk(2, -1)
     c, s = (part.double().unsqueeze(1) for part in (cos, sin))
     want = x.double() * c + torch.cat([-second, first], -1) * s
@@ -57,13 +60,20 @@ def check_turn(case: str, dtype: torch.dtype) -> None:
     close(turn(got, cos, sin, sign=-1), x, dtype)
 
 
-HEADS = ("shared positions", "own positions", "part of a tensor", "large")
+HEADS = ("shared positions", "own positions", "part of a tensor", "channels apart", "large")
 
 
 @pytest.mark.parametrize("case", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float64, *TYPES], ids=str)
 def test_heads_are_turned_and_turned_back(case: str, dtype: torch.dtype) -> None:
     check_turn(case, dtype)
+
+
+def test_heads_keep_their_type_beside_wider_tables() -> None:
+    x, cos, sin = heads_of("shared positions", torch.bfloat16)
+    got = turn(x, cos.float(), sin.float(), sign=1)
+    assert got.dtype == torch.bfloat16
+    close(got, turn(x.double(), cos.double(), sin.double(), sign=1), torch.bfloat16)
 
 
 @pytest.mark.slow
@@ -87,27 +97,27 @@ def logits_of(case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
 
 def check_logits(case: str, dtype: torch.dtype) -> None:
     logits_cv, column_c, num_real = logits_of(case, dtype)
-    exact = logits_cv.double()[:, :num_real]
-    highest_c, sum_c, found_c = logit_sums(logits_cv, column_c, num_real=num_real)
+    exact = logits_cv[:, :num_real].double().clone()
+    highest_c, sum_c, found_c = logit_sums_(logits_cv, column_c, num_real=num_real)
     wide = torch.promote_types(dtype, torch.float32)
     assert highest_c.dtype == sum_c.dtype == found_c.dtype == wide
     if not num_real:
         assert (highest_c == -torch.inf).all()
         assert (sum_c == 0).all()
         assert (found_c == 0).all()
-        highest_c = torch.zeros_like(highest_c)  # of the ranks together
     else:
         assert torch.equal(highest_c.double(), exact.amax(1))
         close(sum_c, (exact - exact.amax(1, keepdim=True)).exp().sum(1), wide)
         picked = exact.gather(1, column_c.clamp(min=0)[:, None]).squeeze(1)
         assert torch.equal(found_c.double(), torch.where(column_c >= 0, picked, 0.0))
     factor_c = torch.tensor([0.01, 0.02, 0.0, 0.03, 1.0, 0.5], dtype=wide)
+    everyones_c = highest_c.clamp(min=0) + 0.5  # of the ranks together, of which another one has the highest
     want = torch.zeros(logits_cv.shape, dtype=torch.float64)
-    want[:, :num_real] = (exact - highest_c.double()[:, None]).exp() * factor_c.double()[:, None]
+    want[:, :num_real] = (exact - everyones_c.double()[:, None]).exp() * factor_c.double()[:, None]
     for row, column in enumerate(column_c.tolist()):
         if column >= 0:
             want[row, column] -= 1.0
-    grad_cv = logit_gradients_(logits_cv, column_c, highest_c, factor_c, num_real=num_real)
+    grad_cv = logit_gradients_(logits_cv, column_c, highest_c, everyones_c, factor_c, num_real=num_real)
     assert grad_cv is logits_cv
     close(grad_cv, want, dtype)
     assert (grad_cv[:, num_real:] == 0).all()
@@ -124,6 +134,18 @@ def test_logits_are_summed_and_become_their_gradients(case: str, dtype: torch.dt
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_kernels_do_the_same_with_logits(interpreter: Callable[..., Any], case: str, dtype: torch.dtype) -> None:
     interpreter(check_logits, case, dtype)
+
+
+def check_float64() -> None:
+    x, cos, sin = heads_of("shared positions", torch.float64)
+    back = turn(turn(x, cos, sin, sign=1), cos, sin, sign=-1)
+    torch.testing.assert_close(back, x, rtol=1e-13, atol=1e-13)
+    check_logits("whole", torch.float64)
+
+
+@pytest.mark.slow
+def test_kernels_leave_float64_to_torch(interpreter: Callable[..., Any]) -> None:
+    interpreter(check_float64)
 
 
 def check_wide_linear(dtype: torch.dtype) -> None:
@@ -159,6 +181,14 @@ def test_so_it_is_by_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     check_wide_linear(torch.bfloat16)
 
 
+def test_the_weights_gradient_may_stay_in_float32() -> None:
+    """Where ranks that share a weight add theirs up."""
+    x, weight, grad = randn(6, 40, dtype=torch.bfloat16), randn(5, 40, dtype=torch.bfloat16), torch.ones(6, 5)
+    _, grad_weight = wide_linear_back(grad, x, weight, weight_dtype=torch.float32)
+    assert grad_weight.dtype == torch.float32
+    close(grad_weight, grad.double().t() @ x.double(), torch.float32)
+
+
 def test_a_float32_is_three_bfloat16s() -> None:
     x = randn(40, 30, dtype=torch.float32) * torch.logspace(-10, 10, 30)
     assert torch.equal(in_three_parts(x).double().unflatten(1, (3, -1)).sum(1), x.double())
@@ -171,8 +201,8 @@ def counted() -> dict[str, tuple[float, float]]:
     column_c, number_c = torch.arange(6), torch.ones(6)
     works: dict[str, Callable[[], Any]] = {
         "turn": lambda: turn(x, cos, sin, sign=1),
-        "logit_sums": lambda: logit_sums(logits_cv, column_c, num_real=8990),
-        "logit_gradients_": lambda: logit_gradients_(logits_cv, column_c, number_c, number_c, num_real=8990),
+        "logit_sums_": lambda: logit_sums_(logits_cv, column_c, num_real=8990),
+        "logit_gradients_": lambda: logit_gradients_(logits_cv, column_c, *[number_c] * 3, num_real=8990),
     }
     found = {}
     for name, work in works.items():

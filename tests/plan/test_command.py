@@ -144,6 +144,55 @@ def test_a_flag_that_cannot_be_is_named(word: str, message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpu=h100 --attn_implementation=flash_attention_4", "its kernels are for compute capability 10.0"),
+        ("--gpu=h100 --attn_implementation=flash_attention_3 --precision=fp32", "its kernels are for bf16, not fp32"),
+        ("--gpu=cpu --attn_implementation=varlen", "its kernels are for GPUs"),
+    ],
+)
+def test_a_kernel_that_no_run_could_take_is_not_planned(words: str, message: str, capsys: Any) -> None:
+    assert plan("--model=demo", "--gpus=2", "--seq_len=512", *words.split()) == 2
+    said = capsys.readouterr().err
+    assert f"cannot be planned: {message}" in said
+    assert "leave it out for what a run takes" in said
+
+
+def test_a_plan_says_its_kernel_and_its_network(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--model=qwen3-30b-a3b", "--gpus=16", "--gpu=h100", "--seq_len=4096", "--top=1")
+    assert plan(*words) == 0
+    said = capsys.readouterr().out
+    assert "kernel   flash_attention_3, which a run takes by itself where flash-attn-3 is installed" in said
+    assert "between nodes: 400 Gbit/s InfiniBand per device, assumed; --network_gbits states another" in said
+    file = tmp_path / "plan.json"
+    assert plan(*words, "--attn_implementation=varlen", "--network_gbits=100", f"--write={file}") == 0
+    said = capsys.readouterr().out
+    assert "kernel   " not in said
+    assert "between nodes: 100 Gbit/s per device, as stated" in said
+    assert json.loads(file.read_text())["arguments"]["attn_implementation"] == "varlen"
+    assert plan("--model=demo", "--gpus=4", "--gpus_per_node=2", "--gpu=cpu", "--seq_len=512") == 0
+    assert "between nodes: 1 Gbit/s Ethernet, assumed" in capsys.readouterr().out
+
+
+def test_an_interval_is_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*ON_A100, "--json", "--top=1") == 0
+    (best,) = json.loads(capsys.readouterr().out)["plans"]
+    low_s, high_s = best["step_s_interval"]
+    assert low_s < best["step_s"] < high_s
+    assert best["attention"] == "varlen"
+
+
+def test_a_reader_that_has_enough_ends_it_quietly() -> None:
+    words = [sys.executable, "-m", "recipe.cli", "plan", "--model=demo", "--gpus=2", "--gpu=h100", "--seq_len=512"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        program.stdout.close()
+        assert program.stderr.read() == ""
+        assert program.wait(timeout=60) == 141
+
+
 def test_the_way_to_start_counts_the_ranks() -> None:
     for num_ranks, said in (
         (6, "start it: deepspeed --num_accelerators 6 run_pretrain.py --ds_config plan.json"),
