@@ -15,6 +15,7 @@ import pytest
 
 import recipe.cli
 import run_pretrain
+from recipe.data.options import EMBEDDED
 from recipe.settings.arguments import parse_arguments
 from recipe.shared.errors import EXIT_CODES
 from tests.clean_process import run_clean
@@ -194,7 +195,7 @@ def test_the_first_hour_runs_at_a_reduced_size(tmp_path: Path, monkeypatch: pyte
         flags |= {name: ROOT / flags[name] for name in ("ds_config", "chat_template") if name in flags}
         if "config_name" in flags:
             flags["config_name"] = tmp_path / "model.json"
-        if "train_file" in flags:
+        if flags.get("train_file", EMBEDDED) != EMBEDDED:
             flags["train_file"] = (tmp_path if flags["train_file"] == "my_text.txt" else ROOT) / flags["train_file"]
         if "chat_template" in flags:
             flags["block_size"] = 256

@@ -25,6 +25,7 @@ from recipe.data.documents import (
     text_documents,
     without_nulls,
 )
+from recipe.data.options import EMBEDDED
 from recipe.settings.flags import Arguments
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def open_corpora(options: Arguments) -> dict[str, Corpus]:
     """
     if options.dataset_name is not None:
         return hub_corpora(options)
-    if options.train_file is None:
+    if options.train_file == EMBEDDED:
         return {"train": embedded_corpus()}
     files = {"train": options.train_file, "validation": options.validation_file}
     return {

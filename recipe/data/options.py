@@ -9,10 +9,16 @@ from recipe.settings.flags import Arguments
 # Columns that tell a format.
 CHAT_COLUMNS = ("messages", "conversations")
 PAIR_COLUMNS = ("prompt", "completion")
+EMBEDDED = "stdlib"  # as a train_file: the source code of the running Python
 
 
 def option_faults(options: Arguments) -> Iterator[str]:
     """Yield every combination of data flags that cannot hold, in words; nothing is read from disk."""
+    if not options.dataset_name and not options.train_file:
+        yield (
+            "there is nothing to train on: name files with --train_file or a dataset with --dataset_name; to try "
+            f"things out, --train_file {EMBEDDED} is the source code of this Python"
+        )
     if options.eos_token == "":
         yield "eos_token='' names no token"
     if options.dataset_name and (options.train_file or options.validation_file):
@@ -41,8 +47,8 @@ def format_faults(options: Arguments, *, data_format: str) -> Iterator[str]:
                 "prompt_completion"
             )
         return
-    if not options.dataset_name and not options.train_file:
-        yield f"data_format={data_format} needs a train_file or a dataset_name"
+    if options.train_file == EMBEDDED:
+        yield f"data_format={data_format} clashes with train_file={EMBEDDED}, which is text"
     if options.tokenizer_name is None:
         yield (
             f"data_format={data_format} needs a tokenizer_name, or a model_name_or_path that brings a tokenizer along: "

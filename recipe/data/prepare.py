@@ -49,10 +49,10 @@ class PreparedData(NamedTuple):
 def prepare_data(options: Arguments, *, ranks: Ranks, say: Callable[[str], None]) -> PreparedData:
     """Find, tokenise (once) and pack the corpus. Collective: an error on one rank is raised on all.
 
-    `options` have none of the faults that `option_faults` finds. Without `dataset_name` and `train_file` the corpus is
-    the running Python's own standard library; without `tokenizer_name` a byte-level BPE of `train_vocab_size` entries
-    is trained on the training corpus. One rank of each file system reads the sources; all ranks read its cache. `say`
-    is called on every rank with the same lines. A user's mistake is a ValueError, anything else a RanksFailedError.
+    `options` have none of the faults that `option_faults` finds. Without `tokenizer_name` a byte-level BPE of
+    `train_vocab_size` entries is trained on the training corpus. One rank of each file system reads the sources; all
+    ranks read its cache. `say` is called on every rank with the same lines. A user's mistake is a ValueError, anything
+    else a RanksFailedError.
     """
     corpora = functools.cache(partial(open_corpora, options))  # opened on the ranks that read, and once
     facts = on_first(lambda: {part: corpus.facts for part, corpus in corpora().items()}, ranks=ranks)

@@ -399,13 +399,13 @@ def run_config(job: Job, *, model: Mapping[str, Any], attention: str = "auto") -
 def how_to_start(path: Path, *, num_ranks: int, ranks_per_node: int) -> str:
     """Return a line with the command that starts this many ranks on nodes of that size."""
     if num_ranks <= ranks_per_node:
-        command = f"deepspeed --num_accelerators {num_ranks} run_pretrain.py --ds_config {path}"
+        command = f"deepspeed --num_accelerators {num_ranks} run_pretrain.py --ds_config {path} --train_file TEXT"
         return f"wrote {path}; start it: {command}"
     nodes = ((num_ranks // ranks_per_node, ranks_per_node), (1, num_ranks % ranks_per_node))
     lines = " and ".join(f"{number} like `worker slots={slots}`" for number, slots in nodes if slots)
     return (
         f"wrote {path}; start it on {num_ranks} ranks, HOSTS being a file of lines, {lines}: "
-        f"deepspeed --hostfile HOSTS run_pretrain.py --ds_config {path}"
+        f"deepspeed --hostfile HOSTS run_pretrain.py --ds_config {path} --train_file TEXT"
     )
 
 

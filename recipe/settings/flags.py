@@ -106,7 +106,9 @@ class Arguments:
 
     dataset_name: str | None = _data("name of a dataset for the datasets library")
     dataset_config_name: str | None = _data("configuration of that dataset")
-    train_file: str | None = _data(".txt, .jsonl or .parquet file or glob, several by commas; none: this Python's own")
+    train_file: str | None = _data(
+        ".txt, .jsonl or .parquet file or glob, several by commas; stdlib: Python's own source"
+    )
     validation_file: str | None = _data("files to evaluate on; none: a part of the training data")
     data_format: str = _data(
         "what rows are: text, chat (`messages`), prompt_completion; auto: as the columns of the first row say",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recipe.data import token_store
-from recipe.data.options import option_faults
+from recipe.data.options import EMBEDDED, option_faults
 from recipe.data.prepare import cache_folder
 from recipe.data.token_store import LeftOut, TokenStore, TokenWriter
 from recipe.settings.flags import Arguments
@@ -160,16 +160,24 @@ def test_a_tokenizer_is_trained_where_none_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_embedded_corpus_is_ready_in_seconds(tmp_path: Path) -> None:
-    data = prepare(tmp_path, block_size=512, tokenizer_name=None, validation_split_percentage=5)
+    data = prepare(tmp_path, train_file=EMBEDDED, block_size=512, tokenizer_name=None, validation_split_percentage=5)
     assert len(data.tokenizer) == 8192
     assert len(data.train) > 1000
     assert len(data.validation) > 50
     assert 5 < data.report["unigram_entropy_nats"] < 8
 
 
+NO_DATA = (
+    "there is nothing to train on: name files with --train_file or a dataset with --dataset_name; to try things out, "
+    "--train_file stdlib is the source code of this Python"
+)
+
+
 @pytest.mark.parametrize(
     ("chosen", "faults"),
     [
+        ({}, [NO_DATA]),
+        ({"train_file": "stdlib"}, []),
         (
             {"dataset_name": "name", "train_file": "a.txt", "eos_token": ""},
             [
@@ -180,22 +188,23 @@ def test_the_embedded_corpus_is_ready_in_seconds(tmp_path: Path) -> None:
         (
             {"validation_file": "b.txt", "dataset_config_name": "c", "streaming": True},
             [
+                NO_DATA,
                 "validation_file='b.txt' needs a train_file",
                 "dataset_config_name='c' needs a dataset_name",
                 "streaming=True needs a dataset_name; files are read as a stream in any case",
             ],
         ),
         (
-            {"data_format": "text", "train_on": "responses", "chat_template": "x.jinja"},
+            {"train_file": "a.txt", "data_format": "text", "train_on": "responses", "chat_template": "x.jinja"},
             [
                 "train_on=responses clashes with data_format=text: a text has no responses",
                 "chat_template='x.jinja' clashes with data_format=text; it is for chat and prompt_completion",
             ],
         ),
         (
-            {"data_format": "chat"},
+            {"train_file": "stdlib", "data_format": "chat"},
             [
-                "data_format=chat needs a train_file or a dataset_name",
+                "data_format=chat clashes with train_file=stdlib, which is text",
                 "data_format=chat needs a tokenizer_name, or a model_name_or_path that brings a tokenizer along: one "
                 "is trained on text alone",
             ],

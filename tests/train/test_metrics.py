@@ -275,7 +275,8 @@ def test_a_file_that_is_not_ours_stops_the_resume(tmp_path: Path) -> None:
 
 
 def test_tensorboard_that_is_not_installed_is_found_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = parse_arguments(["--config_name=demo", "--output_dir=run", "--report_to=tensorboard"])
+    words = ["--config_name=demo", "--train_file=stdlib", "--output_dir=run", "--report_to=tensorboard"]
+    arguments = parse_arguments(words)
     assert request_faults(arguments, PRESETS["demo"]) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     [fault] = request_faults(arguments, PRESETS["demo"])
