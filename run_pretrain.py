@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipe.launch.start import check_world_size, rank_from, read_world, start_ranks, stop_ranks
+from recipe.launch.stop import EarlyEnd
 from recipe.settings.arguments import parse_arguments
 from recipe.settings.model import read_model, sizes_of
-from recipe.shared.errors import COMPLETE, STOPPED, USER_ERROR, RanksFailedError, RunError
+from recipe.shared.errors import COMPLETE, STOPPED, STOPPED_EARLY, USER_ERROR, RanksFailedError, RunError
 
 if TYPE_CHECKING:
     from recipe.train.loop import TrainingLoop, TrainResults
@@ -32,20 +33,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     rank = rank_from(os.environ)
     say: Say = print_line if rank == 0 else lambda line: None
-    try:
-        request = read_request(argv)
-    except ValueError as error:
-        # Before the ranks meet, all of a node see the same, but each hears for itself what the hub says.
-        return fail(error, rank=rank_from(os.environ, "LOCAL_RANK"), only_first=not isinstance(error, HubError))
-    for note in request.settings.notes:
-        say(f"settings: {note}")
     with ExitStack() as stack:
-        stack.callback(stop_ranks, request.world)
-        try:
-            join_ranks(request, say)
-            loop = prepare(request, stack, say)
-        except (ValueError, ImportError, RunError) as error:
-            return fail(error, rank=rank)
+        with EarlyEnd(say, code=STOPPED_EARLY):
+            try:
+                request = read_request(argv)
+            except ValueError as error:
+                # Before the ranks meet, all of a node see the same, but each hears for itself what the hub says.
+                return fail(error, rank=rank_from(os.environ, "LOCAL_RANK"), only_first=not isinstance(error, HubError))
+            for note in request.settings.notes:
+                say(f"settings: {note}")
+            stack.callback(stop_ranks, request.world)
+            try:
+                join_ranks(request, say)
+                loop = prepare(request, stack, say)
+            except (ValueError, ImportError, RunError) as error:
+                return fail(error, rank=rank)
         try:
             results = loop.train()
             if rank == 0:

@@ -1,11 +1,15 @@
-"""Stopping when the machine is taken away: SIGTERM to any rank ends training on all of them, at the same step.
+"""Stopping when the machine is taken away, or at Ctrl-C: a signal to any rank ends training on all of them, alike.
 
-Schedulers and launchers send SIGTERM before they kill, to one process or to many. A rank that left at once would leave
-the others waiting in a collective, so the signal is only remembered, and the ranks ask each other. A question begins
-with a step and is answered at its end, so that no rank waits for the answer.
+Schedulers and launchers send SIGTERM before they kill, to one process or to many, a terminal SIGINT to all. A rank that
+left at once would leave the others waiting in a collective, so the signal is only remembered, and the ranks ask each
+other. A question begins with a step and is answered at its end, so that no rank waits for the answer. A second SIGINT
+means it: the process ends where it is. Before training there is nothing to save, and no reason to wait.
 """
 
+import os
 import signal
+import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
@@ -15,9 +19,13 @@ from recipe.shared.ranks import Ranks
 
 T = TypeVar("T")
 
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+INTERRUPTED = 128 + signal.SIGINT  # as a shell has it
+
 
 class StopSignal:
-    """Remembers SIGTERM, instead of ending this process, while the context lasts; for the main thread.
+    """Remembers SIGTERM and the first SIGINT, instead of ending this process, while the context lasts; for the main
+    thread.
 
     The end of the process `command`, which started this one and does not pass signals on, counts as the signal, too.
     `agreed` is True once any rank had the signal when a question began; it never becomes False again.
@@ -25,13 +33,13 @@ class StopSignal:
 
     def __init__(self, ranks: Ranks, *, command: ProcessId | None = None) -> None:
         self._ranks, self._command = ranks, command
-        self._received = False
-        self._previous: Any = None
+        self._received, self._interrupts = False, 0
+        self._previous: dict[int, Any] = {}
         self._answer: Callable[[], bool] | None = None  # to a question that is under way
         self.agreed = False
 
     def __enter__(self) -> "StopSignal":
-        self._previous = signal.signal(signal.SIGTERM, self._remember)
+        self._previous = {number: signal.signal(number, self._remember) for number in STOPPING}
         return self
 
     def watch(self) -> None:
@@ -60,7 +68,49 @@ class StopSignal:
         self.ask()
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self._received = True
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            os._exit(INTERRUPTED)
+
+
+class EarlyEnd:
+    """While the context lasts, SIGTERM or SIGINT end this process at once, whatever it waits for; for the main thread.
+
+    say  called with one line before that
+    code  of the exit
+
+    Python's own handlers run between two of its instructions, and not while a library waits for another rank; so a
+    thread hears of the signal.
+    """
+
+    def __init__(self, say: Callable[[str], None], *, code: int) -> None:
+        self._say, self._code = say, code
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "EarlyEnd":
+        self._ears, mouth = socket.socketpair()
+        mouth.setblocking(False)
+        self._mouth, self._before = mouth, signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
+        threading.Thread(target=self._listen, name="early end", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._before)
+        self._mouth.close()  # which ends the thread
+
+    def _listen(self) -> None:
+        with self._ears:
+            while heard := self._ears.recv(1):
+                if heard[0] in STOPPING:
+                    self._say(
+                        f"told to stop by {signal.Signals(heard[0]).name} before the first step: nothing was saved"
+                    )
+                    os._exit(self._code)

@@ -7,6 +7,7 @@ COMPLETE = 0
 FAULT = 1
 USER_ERROR = 2
 STOPPED = 18
+STOPPED_EARLY = 20
 
 EXIT_CODES: Mapping[int, str] = {
     COMPLETE: "trained to the end",
@@ -20,8 +21,10 @@ EXIT_CODES: Mapping[int, str] = {
     15: "the output folder is in use",
     16: "the run's checkpoints would not fit on the disk",
     17: "some ranks failed in a step that all ranks take",
-    STOPPED: "told to stop by SIGTERM: the checkpoint of that step is saved",
+    STOPPED: "told to stop by SIGTERM or Ctrl-C: the checkpoint of that step is saved",
     19: "training ended well, the upload to the hub did not: the message says where the weights are",
+    STOPPED_EARLY: "told to stop before the first step: there was nothing to save",
+    130: "Ctrl-C a second time: ended at once",
 }
 
 

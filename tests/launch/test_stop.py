@@ -1,8 +1,9 @@
-"""SIGTERM to any rank, at any time: all ranks save the same step, and the run can go on."""
+"""SIGTERM or Ctrl-C to any rank, at any time: all ranks save the same step, and the run can go on."""
 
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,60 @@ from recipe.launch.processes import identify
 from recipe.launch.stop import StopSignal
 from recipe.shared.ranks import OneRank, Ranks
 from tests.engine_runs import slow
+from tests.launching import ROOT
 from tests.ranks import run_ranks
 from tests.thread_ranks import on_threads
 from tests.training import Flags, read_metrics, train_on_ranks, write_ds_config, write_inputs
 
 
-def test_the_signal_is_remembered_and_its_handler_put_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_signal_is_remembered_and_its_handler_put_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
     with StopSignal(OneRank()) as stop:
         assert list(stop.until([1, 2])) == [1, 2]
         assert not stop.ask()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert not stop.agreed, "nothing changes between two questions"
         assert list(stop.until([1, 2])) == []
         assert stop.agreed
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def run_code(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_a_second_interrupt_ends_the_process_where_it_is() -> None:
+    done = run_code(
+        "import os, signal, time\n"
+        "from recipe.launch.stop import StopSignal\n"
+        "from recipe.shared.ranks import OneRank\n"
+        "with StopSignal(OneRank()):\n"
+        "    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):\n"
+        "        os.kill(os.getpid(), number)\n"
+        "    print('still here', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(50)\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "still here\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_training_a_signal_ends_a_process_that_waits_in_a_library(number: signal.Signals) -> None:
+    done = run_code(
+        "import ctypes, os, signal, threading\n"
+        "from recipe.launch.stop import EarlyEnd\n"
+        "before = signal.getsignal(signal.SIGINT)\n"
+        "with EarlyEnd(print, code=20):\n"
+        "    pass\n"
+        "assert signal.getsignal(signal.SIGINT) is before\n"
+        "with EarlyEnd(lambda line: print(line, flush=True), code=20):\n"
+        f"    threading.Timer(0.3, os.kill, (os.getpid(), {int(number)})).start()\n"
+        "    while True:\n"
+        "        ctypes.PyDLL(None).sleep(1)\n"  # holds Python's lock, as some libraries do
+    )
+    assert done.stdout == f"told to stop by {number.name} before the first step: nothing was saved\n"
+    assert (done.returncode, done.stderr) == (20, "")
 
 
 def test_the_end_of_the_command_that_started_a_rank_counts_as_the_signal() -> None:

@@ -1,20 +1,38 @@
 """The entry script as users start it: the deepspeed launcher, plain python, mistakes, SIGTERM, and what is left."""
 
+import fcntl
 import json
+import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
+import sys
+import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from recipe.shared.errors import STOPPED
+from recipe.shared.errors import STOPPED, STOPPED_EARLY
 from tests.clean_process import run_clean
-from tests.launching import LAUNCHER, LIMIT_S, run_main, running, shared_memory, words_of
+from tests.launching import (
+    LAUNCHER,
+    LIMIT_S,
+    ROOT,
+    end_session,
+    environment,
+    make_extensions_ready,
+    run_main,
+    running,
+    shared_memory,
+    words_of,
+)
 from tests.training import Flags, read_metrics, write_ds_config, write_inputs
 
 METRIC_KEYS = {
@@ -94,6 +112,69 @@ def test_two_ranks_under_the_launcher_train_log_and_save_when_one_of_them_is_tol
     assert record["settings"]["layout"] == {"dp": 1, "tp": 2, "ep": 2}
     assert record["versions"].keys() >= {"python", "torch", "deepspeed", "transformers"}
     assert list((run / "tensorboard").iterdir())
+
+
+@contextmanager
+def at_a_terminal(command: list[str]) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """A command whose terminal we are, by its file; whatever it starts is gone when the context ends."""
+    make_extensions_ready()
+    ours, theirs = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    ends = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), preexec_fn=take_terminal, **ends)
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        end_session(process.pid)
+        process.wait()
+        os.close(ours)
+
+
+def read_terminal(terminal: int, *, until: str, said: str = "") -> str:
+    """What was said up to these words, or to the end."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while until not in said:
+        assert time.monotonic() < deadline_s, said
+        try:
+            said += os.read(terminal, 4096).decode()
+        except OSError:  # nobody is at the other end any more
+            break
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ctrl_c_saves_the_step_and_leaves_no_traceback(tmp_path: Path, num_ranks: int) -> None:
+    words = ["run_pretrain.py", *words_of(endless(tmp_path))]
+    command = [sys.executable, *words] if num_ranks == 1 else [LAUNCHER, "--num_accelerators", "2", *words]
+    with at_a_terminal(command) as (process, terminal):
+        said = read_terminal(terminal, until="data: epoch 1 ")
+        os.write(terminal, b"\x03")
+        said = read_terminal(terminal, until="no such words", said=said)
+        if num_ranks == 1:  # the command `deepspeed` itself has a traceback, and another code
+            assert process.wait(timeout=60) == STOPPED, said
+            assert "Traceback" not in said
+    (step,) = re.findall(r"told to stop: saving step (\d+)", said)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", f"step-{step}"]
+    assert said.count("Traceback") <= 1
+    assert "recipe/" not in said.partition("told to stop")[2]
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_the_first_step_says_so_in_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, "run_pretrain.py", *words_of(endless(tmp_path))]
+    with at_a_terminal(command) as (process, terminal):
+        read_terminal(terminal, until="settings: ")
+        os.write(terminal, b"\x03")
+        said = read_terminal(terminal, until="no such words")
+        assert process.wait(timeout=30) == STOPPED_EARLY
+    assert "told to stop by SIGINT before the first step: nothing was saved" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow
