@@ -28,8 +28,34 @@ REFUSED_FLAGS = {
     "fp16": "float16 needs loss scaling, which the router and the losses here do not have; use --bf16",
     "do_train": "a run always trains; leave it out",
     "do_eval": "evaluation always follows training; --eval_steps adds more of it",
-    "eval_strategy": "use --eval_steps N, or 0 for the end only, and --max_eval_samples 0 for none",
+    **dict.fromkeys(
+        ("eval_strategy", "evaluation_strategy"),
+        "use --eval_steps N, or 0 for the end only, and --max_eval_samples 0 for none",
+    ),
+    **dict.fromkeys(
+        ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        "a run ends with its last weights; --save_steps and --save_total_limit say which checkpoints are kept",
+    ),
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config", "fsdp_min_num_params"),
+        'DeepSpeed shards: "zero_optimization" in the JSON says how much',
+    ),
+    **dict.fromkeys(
+        ("use_cpu", "no_cuda"), "a run takes the GPUs that torch sees; for a CPU set CUDA_VISIBLE_DEVICES="
+    ),
+    **dict.fromkeys(
+        ("per_gpu_train_batch_size", "auto_find_batch_size"),
+        "use --per_device_train_batch_size; `gather-moe plan` finds it",
+    ),
+    "per_gpu_eval_batch_size": "use --per_device_eval_batch_size",
     "logging_strategy": "use --logging_steps N",
+    "logging_dir": "logs are in --output_dir, those of --report_to tensorboard in its folder tensorboard",
+    "save_safetensors": "weights are always saved as safetensors; leave it out",
+    "data_seed": "--seed orders the data, too",
+    "disable_tqdm": "the bar is for terminals alone",
+    "torch_compile": 'blocks are replayed as CUDA graphs where they can be: "cuda_graph" in the JSON\'s "parallel"',
+    "use_liger_kernel": "kernels of this model's own do the same",
+    "attn_impl": "use --attn_implementation",
     "warmup_ratio": "give --warmup_steps a value below 1, which means a share of the run",
     "optim": "the optimizer is AdamW",
     "run_name": "a run is known by its --output_dir",
@@ -38,6 +64,24 @@ REFUSED_FLAGS = {
     "trust_remote_code": "code from a checkpoint is never run here",
     "torch_dtype": "use --bf16, or leave it out for float32",
 }
+# Other flags of transformers' Trainer, lest a similar name be suggested for one of them.
+_TRAINER_ALONE = """
+accelerator_config activation_checkpointing activation_checkpointing_kwargs average_tokens_across_devices
+batch_eval_metrics bf16_full_eval dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context
+dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers
+ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug do_predict enable_jit_checkpoint
+eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start eval_use_gather_object fp16_backend
+fp16_full_eval fp16_opt_level full_determinism gradient_checkpointing_kwargs group_by_length half_precision_backend
+hub_always_push hub_revision ignore_data_skip include_for_metrics include_inputs_for_metrics
+include_num_input_tokens_seen include_tokens_per_second jit_mode_eval label_names label_smoothing_factor
+length_column_name liger_kernel_config log_level log_level_replica log_on_each_node logging_first_step
+logging_nan_inf_filter mp_parameters neftune_noise_alpha optim_args optim_target_modules parallelism_config past_index
+prediction_loss_only project ray_scope remove_unused_columns restore_callback_states_from_checkpoint save_on_each_node
+save_only_model skip_memory_metrics split_batches tf32 torch_compile_backend torch_compile_mode torch_empty_cache_steps
+tpu_metrics_debug tpu_num_cores trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy
+use_cache use_ipex use_legacy_prediction_loop use_mps_device
+"""
+TRAINER_ALONE = frozenset(_TRAINER_ALONE.split())
 
 
 @dataclass
@@ -87,6 +131,8 @@ class _Collected:
             return None
         if name in REFUSED_FLAGS:
             return f"--{name} {place} is not available: {REFUSED_FLAGS[name]}"
+        if name in TRAINER_ALONE:
+            return f"--{name} {place} is not available: it means something to transformers' Trainer alone; leave it out"
         near = difflib.get_close_matches(name, [*self.specs, *DEEPSPEED_FLAGS], n=1, cutoff=0.6)
         return f"--{name} {place} is unknown; " + (f"did you mean --{near[0]}?" if near else "--help lists all flags")
 

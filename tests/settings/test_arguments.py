@@ -1,5 +1,6 @@
 """The command line, argument files and the "arguments" block become one typed `Arguments`, or one list of faults."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -173,3 +174,25 @@ def test_help_lists_every_flag_by_group_without_loading_torch() -> None:
     assert "Optimizer and schedule:" in done.stdout
     missing = [name for name in flag_specs() if f"--{name}" not in done.stdout]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("evaluation_strategy", "is not available: use --eval_steps N"),
+        ("logging_dir", "is not available: logs are in --output_dir"),
+        ("save_safetensors", "is not available: weights are always saved as safetensors"),
+        ("load_best_model_at_end", "is not available: a run ends with its last weights; --save_steps and"),
+        ("label_smoothing_factor", "is not available: it means something to transformers' Trainer alone; leave it out"),
+        ("eval_step", "is unknown; did you mean --eval_steps?"),
+    ],
+)
+def test_a_flag_of_another_trainer_is_named_for_what_it_is(name: str, said: str) -> None:
+    assert f"--{name} on the command line {said}" in _faults(f"--{name}", "1")
+
+
+def test_no_flag_of_transformers_trainer_is_taken_for_a_slip() -> None:
+    from transformers import TrainingArguments
+
+    for field in dataclasses.fields(TrainingArguments):
+        assert " is unknown" not in _faults(f"--{field.name}", "1")
