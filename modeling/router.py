@@ -97,11 +97,10 @@ class GatherMoeRouter(nn.Module):
         weight   instead of the module's own: the decoder block's, which sums the gradients of all replicated weights
         noise_t  [t] int64, the counters that the jitter of x is drawn from; None for none
         """
-        weight_ED = self.weight if weight is None else weight
         if noise_t is not None:
             x_tD = jitter(wide(x_tD), noise_t, width=self.jitter_width)
         with torch.autocast(x_tD.device.type, enabled=False):
-            logits_tE = _WideLinear.apply(x_tD, self.weight, weight_ED)
+            logits_tE = _WideLinear.apply(x_tD, self.weight, weight)
         routing = route(
             logits_tE,
             num_active=self.num_active,
@@ -113,7 +112,7 @@ class GatherMoeRouter(nn.Module):
         )
         if self.capacity_factor is None or not self.training:
             return routing
-        num_tokens, num_experts = x_tD.shape[0] * self.mesh.layout.tp, weight_ED.shape[0]
+        num_tokens, num_experts = x_tD.shape[0] * self.mesh.layout.tp, self.weight.shape[0]
         capacity = expert_capacity(
             num_tokens, num_active=self.num_active, num_experts=num_experts, factor=self.capacity_factor
         )
@@ -130,18 +129,17 @@ class _WideLinear(torch.autograd.Function):
     """Logits in float32 at least, without wide copies of what they are made from."""
 
     @staticmethod
-    def forward(ctx: Any, x_tD: Tensor, own_ED: Tensor, weight_ED: Tensor) -> Tensor:
-        """The module's own weight is multiplied; the gradient is that of `weight_ED`, the same numbers, in its type."""
-        ctx.save_for_backward(x_tD, own_ED)
-        ctx.weight_dtype = weight_ED.dtype
-        return wide_linear(x_tD, own_ED)
+    def forward(ctx: Any, x_tD: Tensor, weight_ED: Tensor, summed_ED: Tensor | None) -> Tensor:
+        """With `summed_ED`, the same numbers as the module's own weight, the weight's gradient is that one's."""
+        ctx.save_for_backward(x_tD, weight_ED)
+        ctx.summed_dtype = None if summed_ED is None else summed_ED.dtype
+        return wide_linear(x_tD, weight_ED)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_tE: Tensor) -> tuple[Tensor, None, Tensor]:
-        x_tD, own_ED = ctx.saved_tensors
-        grad_x_tD, grad_weight_ED = wide_linear_back(grad_tE, x_tD, own_ED, weight_dtype=ctx.weight_dtype)
-        return grad_x_tD, None, grad_weight_ED
+    def backward(ctx: Any, grad_tE: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x_tD, grad_weight_ED = wide_linear_back(grad_tE, *ctx.saved_tensors, weight_dtype=ctx.summed_dtype)
+        return (grad_x_tD, grad_weight_ED, None) if ctx.summed_dtype is None else (grad_x_tD, None, grad_weight_ED)
 
 
 def route(
