@@ -95,13 +95,14 @@ def published_table() -> tuple[PublishedRow, ...]:
     """Every published point recomputed."""
     rows = []
     for point in published_points():
-        predicted = predicted_value(point)
-        error = predicted / point.value - 1
-        is_inside = None
-        if point.kind != LAYERS:
-            found = described_time(point.description)
-            is_inside = found.interval.low_s <= (1 + error) * found.step_s <= found.interval.high_s
-        rows.append(PublishedRow(point, predicted, error, is_inside))
+        what, is_inside = point.description, None
+        if point.kind == LAYERS:
+            predicted = _predicted_layer_ms(point)
+        else:
+            found = described_time(what)
+            predicted = _tokens_per_step(what) / found.step_s / what.num_gpus
+            is_inside = found.interval.low_s <= predicted / point.value * found.step_s <= found.interval.high_s
+        rows.append(PublishedRow(point, predicted, predicted / point.value - 1, is_inside))
     return tuple(rows)
 
 
@@ -117,10 +118,10 @@ def describe_published() -> Iterator[str]:
     yield f"{'kind':<20} {'use':<9} {'points':>6} {'median error':>12}  within"
     for kind, limit in SMALL.items():
         for use in (FITTED, HELD_OUT):
-            if errors := [abs(row.error) for row in rows if (row.point.kind, row.point.use) == (kind, use)]:
+            if alike := [row for row in rows if (row.point.kind, row.point.use) == (kind, use)]:
+                errors, found = [abs(row.error) for row in alike], [row.is_inside for row in alike]
                 inside = sum(error <= limit for error in errors) / len(errors)
                 line = f"{kind:<20} {use:<9} {len(errors):>6} {median(errors):>12.1%}  {limit:.0%}: {inside:.0%}"
-                found = [row.is_inside for row in rows if (row.point.kind, row.point.use) == (kind, use)]
                 yield (
                     line
                     if None in found
@@ -129,13 +130,9 @@ def describe_published() -> Iterator[str]:
     yield "one set of constants (recipe/plan/hardware.py) for all points; MFU counts causal attention once"
 
 
-def predicted_value(point: Published) -> float:
-    """Return what the model makes of a point, in its unit."""
-    what = point.description
-    if point.unit == "tokens/s/GPU":
-        return _tokens_per_step(what) / described_time(what).step_s / what.num_gpus
+def _predicted_layer_ms(point: Published) -> float:
     is_backward = {"ms forward": False, "ms backward": True}[point.unit]
-    return 1e3 * _experts_alone(what)[is_backward]
+    return 1e3 * _experts_alone(point.description)[is_backward]
 
 
 def described_time(what: Description) -> StepTime:
@@ -204,13 +201,13 @@ def _experts_alone(what: Description) -> tuple[float, float]:
 
 
 def _hardware_of(what: Description) -> Hardware:
-    """Return the table's hardware with what is known of the system's network and attention kernel."""
+    """Return the table's hardware with what is known of the system's attention kernel."""
     found, system = find_hardware(what.gpu), what.system
     assert found.efficiencies is not None
     if isinstance(system.attention, AttentionShare):
         kernels = {USUAL: system.attention}
         found = replace(found, efficiencies=replace(found.efficiencies, attention=kernels))
-    return found if system.network is None else replace(found, inter=system.network)
+    return found
 
 
 def _rates(what: Description, hardware: Hardware, utilization: float, *, kept: bool = False) -> tuple[Rates, Rates]:
@@ -345,9 +342,11 @@ def _data_parallel(what: Description, hardware: Hardware) -> DataParallel:
         blocks = _expert_job(what).sizes.num_hidden_layers / what.pp
 
         def seconds(op: str, num_bytes: float, ring: Ring = ring, blocks: float = blocks) -> float:
+            if not num_bytes:
+                return 0.0
             calls = blocks if system.overlap == "block" else ceil(num_bytes / system.bucket_bytes)
-            sent_bytes = ring_bytes(op, num_bytes / calls, size=ring.num_ranks) if num_bytes else 0.0
-            return calls * call_seconds(op, sent_bytes, ring=ring, hardware=hardware) if num_bytes else 0.0
+            sent_bytes = ring_bytes(op, num_bytes / calls, size=ring.num_ranks)
+            return calls * call_seconds(op, sent_bytes, ring=ring, hardware=hardware)
 
         sum_s += seconds(system.sums, system.gradient_bytes * number)
         gather_s += seconds("all_gather", BF16_BYTES * number) if system.zero else 0.0

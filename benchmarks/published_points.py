@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipe.plan.hardware import AttentionShare, Link
+from recipe.plan.hardware import AttentionShare
 from recipe.settings.presets import PRESETS
 
 FITTED, HELD_OUT = "fitted", "held out"
@@ -38,7 +38,6 @@ class System:
     overlap         "none"; "step": sums beside the last micro-batch's backward, weights beside the next forward;
                     "block": weights of the next block and sums of the last one beside a block
     host_s          of the host for a layer and micro-batch, forward and backward
-    network         where it is known not to be the table's
     """
 
     name: str
@@ -55,7 +54,6 @@ class System:
     bucket_bytes: float = 2.0**27
     overlap: str = "step"
     host_s: float = 0.0
-    network: Link | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
